@@ -1,0 +1,1 @@
+//! Process kit: settings, logs, metrics, the admin server, stopping, backoff and clocks.

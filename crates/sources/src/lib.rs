@@ -1,0 +1,1 @@
+//! Remote bytes: where a checkpoint comes from.

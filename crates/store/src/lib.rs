@@ -1,0 +1,1 @@
+//! The ClusterStore port, its embedded adapter, its HTTP face and its client.

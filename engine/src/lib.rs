@@ -1,0 +1,1 @@
+//! A token's way: model families, CPU execution, KV pages, sampling, the worker process.

@@ -1,0 +1,1 @@
+//! A byte's way: checkpoint format, readers, host pool, device copies.

@@ -1,0 +1,1 @@
+//! One per node: tiers, ledger, loads, workers and sessions.

@@ -1,0 +1,1 @@
+//! The OpenAI front: hold, pick, stream, splice.
