@@ -1,1 +1,6 @@
-//! A token's way: model families, CPU execution, KV pages, sampling, the worker process.
+//! A token's way: model families, CPU execution, KV pages, sampling, and the worker process around them.
+//!
+//! It deliberately does **not** know HTTP, Kubernetes or the other nodes: an agent speaks to it through
+//! [`protocol`] alone.
+
+pub mod protocol;
