@@ -10,7 +10,7 @@ transformers computes from them in f32.
 Without arguments every random case is made anew; --text and --demo need the trained demo model in
 models/demo. The format is described in README.md. Same versions, same machine: same files.
 """
-import argparse, json, math, shutil
+import argparse, json, math, re, shutil
 from pathlib import Path
 
 import numpy as np
@@ -221,6 +221,14 @@ def greedy(model, prompt, steps):
     return ids[len(prompt):], margins, logits_of(model, ids[:-1])
 
 
+def write_json(path, what):
+    """Indented JSON with every list of numbers on one line."""
+    text = json.dumps(what, indent=1, ensure_ascii=False)
+    text = re.sub(r"\[[-\d.,e\s]*\]", lambda m: re.sub(r"\s+", " ", m[0]).replace("[ ", "[").replace(" ]", "]"), text)
+    assert json.loads(text) == what
+    path.write_text(text + "\n", encoding="utf-8")
+
+
 def load(folder, dtype):
     model, info = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation="eager", output_loading_info=True)
@@ -255,8 +263,7 @@ def make(name):
     c = case["config"]
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    json.dump(c, open(out / "config.json", "w"), indent=2)
-    open(out / "config.json", "a").write("\n")
+    write_json(out / "config.json", c)
     w = weights(c, case["seed"])
     save_file(w, out / "model.safetensors", metadata={"format": "pt"})
     w = load_file(out / "model.safetensors")
@@ -281,15 +288,13 @@ def make(name):
     assert (second - y.double()).abs().max() < 2e-4, (name, (second - y.double()).abs().max())
     low = logits_of(load(out, torch.bfloat16), prompt + more[:-1])
     save_file({"logits": y.contiguous()}, out / "reference.safetensors")
-    json.dump(dict(
+    write_json(out / "reference.json", dict(
         case=name, note=case["note"], prompt=prompt, continuation=more,
         margins=[round(m, 5) for m in margins], logits_std=round(y.std().item(), 5),
         logits_file="reference.safetensors", logits_shape=list(y.shape),
         f32_error=float(f"{(second - y.double()).abs().max().item():.2g}"),
         torch_bf16_cosine=dict(min=round(cosine(low, y).min().item(), 6), mean=round(cosine(low, y).mean().item(), 6)),
-        made_with=dict(torch=torch.__version__.split("+")[0], transformers=transformers.__version__)),
-        open(out / "reference.json", "w"), indent=1)
-    open(out / "reference.json", "a").write("\n")
+        made_with=dict(torch=torch.__version__.split("+")[0], transformers=transformers.__version__)))
     size = sum(p.stat().st_size for p in out.iterdir()) / 1000
     ent = attention_entropy(model, prompt)
     print(f"{name:15} {size:4.0f} kB  prompt {length}  std {y.std():.3f}  min margin {min(margins):.3f}  "
