@@ -397,7 +397,9 @@ defaulted! {
 }
 
 /// What a model is doing, in one word.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema,
+)]
 pub enum ModelPhase {
     /// Seen, nothing done.
     #[default]

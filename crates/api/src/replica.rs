@@ -86,7 +86,9 @@ pub enum Device {
 }
 
 /// Legal moves: Pending → Staging → Loading → Ready → Draining → Gone, and any → Gone or Failed.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema,
+)]
 pub enum ReplicaPhase {
     /// Accepted, not begun.
     #[default]

@@ -31,8 +31,16 @@ pub enum Phase {
 
 impl Phase {
     /// Every phase, in the order in which they happen.
-    pub const ALL: [Phase; 8] =
-        [Phase::Hold, Phase::Decide, Phase::Order, Phase::Fetch, Phase::Read, Phase::Copy, Phase::Warm, Phase::Prefill];
+    pub const ALL: [Phase; 8] = [
+        Phase::Hold,
+        Phase::Decide,
+        Phase::Order,
+        Phase::Fetch,
+        Phase::Read,
+        Phase::Copy,
+        Phase::Warm,
+        Phase::Prefill,
+    ];
 
     /// The name as labels write it.
     pub const fn as_str(self) -> &'static str {

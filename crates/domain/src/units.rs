@@ -57,7 +57,11 @@ impl ByteCount {
 
     /// How long this many bytes take at `rate`.
     pub fn at(self, rate: Bandwidth) -> Duration {
-        if rate.0 <= 0.0 { Duration::MAX } else { Duration::try_from_secs_f64(self.0 as f64 / rate.0).unwrap_or(Duration::MAX) }
+        if rate.0 <= 0.0 {
+            Duration::MAX
+        } else {
+            Duration::try_from_secs_f64(self.0 as f64 / rate.0).unwrap_or(Duration::MAX)
+        }
     }
 }
 
@@ -86,7 +90,11 @@ impl fmt::Display for ByteCount {
         for (name, shift) in units {
             if self.0 >> shift != 0 {
                 let whole = self.0 as f64 / (1u64 << shift) as f64;
-                return if self.0.trailing_zeros() >= shift { write!(f, "{whole:.0}{name}") } else { write!(f, "{whole:.1}{name}") };
+                return if self.0.trailing_zeros() >= shift {
+                    write!(f, "{whole:.0}{name}")
+                } else {
+                    write!(f, "{whole:.1}{name}")
+                };
             }
         }
         write!(f, "{}B", self.0)
@@ -169,11 +177,11 @@ impl fmt::Display for Bandwidth {
 impl FromStr for Bandwidth {
     type Err = ParseUnitError;
     fn from_str(text: &str) -> Result<Self, ParseUnitError> {
-        text.trim()
-            .strip_suffix("/s")
-            .and_then(parse_bytes)
-            .map(Bandwidth)
-            .ok_or_else(|| ParseUnitError { text: text.into(), what: "rate", example: "8GiB/s" })
+        text.trim().strip_suffix("/s").and_then(parse_bytes).map(Bandwidth).ok_or_else(|| ParseUnitError {
+            text: text.into(),
+            what: "rate",
+            example: "8GiB/s",
+        })
     }
 }
 

@@ -1,1 +1,15 @@
-//! Process kit: settings, logs, metrics, the admin server, stopping, backoff and clocks.
+//! The process kit: what every program needs, whatever it does.
+//!
+//! It deliberately does **not** know models, nodes or sessions.
+#![forbid(unsafe_code)]
+
+pub mod admin;
+pub mod backoff;
+pub mod clock;
+pub mod http;
+pub mod log;
+pub mod stop;
+
+pub use admin::Readiness;
+pub use backoff::Backoff;
+pub use stop::Stop;

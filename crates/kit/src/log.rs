@@ -1,0 +1,78 @@
+//! Logs: one line per event on standard error, for people on a terminal, as JSON on request.
+
+use clap::{Args, ValueEnum};
+use serde::{Deserialize, Serialize};
+use tracing_subscriber::EnvFilter;
+
+/// How a program logs.
+#[derive(Args, Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
+pub struct LogSettings {
+    /// What to log: a level (error, warn, info, debug, trace), or directives such as `info,pilotlight_router=debug`.
+    #[arg(
+        long = "log",
+        env = "PILOTLIGHT_LOG",
+        default_value = "info",
+        global = true,
+        value_name = "FILTER"
+    )]
+    pub filter: String,
+    /// How a line looks.
+    #[arg(long = "log-format", env = "PILOTLIGHT_LOG_FORMAT", default_value = "text", global = true)]
+    pub format: LogFormat,
+}
+
+impl Default for LogSettings {
+    fn default() -> Self {
+        LogSettings { filter: "info".into(), format: LogFormat::Text }
+    }
+}
+
+/// How a line looks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum LogFormat {
+    /// For people.
+    Text,
+    /// One JSON object a line.
+    Json,
+}
+
+/// A filter that cannot be read.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "`--log {filter}` is not a log filter; write a level such as `info`, or `info,pilotlight_router=debug`"
+)]
+pub struct BadFilter {
+    filter: String,
+    source: tracing_subscriber::filter::ParseError,
+}
+
+/// Starts logging. A second call in one process changes nothing.
+///
+/// # Errors
+/// When the filter cannot be read.
+pub fn init(settings: &LogSettings) -> Result<(), BadFilter> {
+    let filter = EnvFilter::try_new(&settings.filter)
+        .map_err(|source| BadFilter { filter: settings.filter.clone(), source })?;
+    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    let _already_started = match settings.format {
+        LogFormat::Text => {
+            use std::io::IsTerminal as _;
+            builder.with_ansi(std::io::stderr().is_terminal()).with_target(false).try_init()
+        }
+        LogFormat::Json => builder.json().flatten_event(true).try_init(),
+    };
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_bad_filter_names_itself() {
+        let settings = LogSettings { filter: "info,=".into(), format: LogFormat::Text };
+        assert!(init(&settings).is_err_and(|e| e.to_string().contains("info,=")));
+    }
+}
