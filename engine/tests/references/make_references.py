@@ -10,14 +10,14 @@ transformers computes from them in f32.
 Without arguments every random case is made anew; --text and --demo need the trained demo model in
 models/demo. The format is described in README.md. Same versions, same machine: same files.
 """
-import argparse, json, math, re, shutil
+import argparse, hashlib, json, math, re, shutil
 from pathlib import Path
 
-import numpy as np
+import tokenizers
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 HERE = Path(__file__).resolve().parent
 DEMO = HERE.parents[2] / "models" / "demo"
@@ -223,7 +223,7 @@ def greedy(model, prompt, steps):
 
 def write_json(path, what):
     """Indented JSON with every list of numbers on one line."""
-    text = json.dumps(what, indent=1, ensure_ascii=False)
+    text = json.dumps(what, indent=1)
     text = re.sub(r"\[[-\d.,e\s]*\]", lambda m: re.sub(r"\s+", " ", m[0]).replace("[ ", "[").replace(" ]", "]"), text)
     assert json.loads(text) == what
     path.write_text(text + "\n", encoding="utf-8")
@@ -309,6 +309,94 @@ def attention_entropy(model, prompt):
     return (e / math.log(len(prompt))).item()
 
 
+# composed and decomposed accents, emoji with and without joiners, other scripts, control characters, all by escapes
+# where an editor could change them
+TEXTS = [
+    "", " ", "  two  spaces ", "\n", "\n\n", "\tTab\r\nand CRLF\n", "Hello, world!", "ROMEO:\nBut, soft! what light",
+    "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n",
+    "'Tis I'll we've don't THEY'RE", "O! 12 drums, 3.14 or 1,000,000?", "a" * 40, "na\u00efve caf\u00e9 \u2014 \u201cquoted\u201d\u2026",
+    "e\u0301 is not \u00e9", "\U0001f600", "\U0001f469\u200d\U0001f680 and \U0001f1eb\U0001f1f7",
+    "\u65e5\u672c\u8a9e \u0440\u0443\u0441\u0441\u043a\u0438\u0439 \u0627\u0644\u0639\u0631\u0628\u064a\u0629",
+    "\u0000\u0001\u007f", "\ufeffmark", "\u00a0no\u2003break", "<|begin|>", "a<|end|>b", "<|cue|>JULIET:\nAy me!<|end|>",
+    "<|beg", "{\"json\": [1, 2]}", "fn main() { println!(\"hi\"); }",
+]
+
+
+def user(content, **more):
+    return dict(role="user", content=content, **more)
+
+
+CHATS = [
+    [user("Good morrow, gentle lady.")],
+    [user("  trimmed \n")],
+    [dict(role="system", content="Two households, both alike in dignity."), user("Who art thou?")],
+    [user("Who art thou?"), dict(role="assistant", content="A shadow, sir."), user("Whose?")],
+    [user([dict(type="text", text="In two"), dict(type="text", text=" parts.")])],
+    [user("How fares the king?", name="WARWICK"), dict(role="assistant", content="Ill.", name="KING HENRY VI"),
+     user("Alas!", name="WARWICK")],
+    [user("\U0001f600 na\u00efve e\u0301")],
+    [user("")],
+]
+
+
+def make_text():
+    tok = AutoTokenizer.from_pretrained(DEMO)
+    encode = [dict(text=t, ids=tok.encode(t), plain_ids=tok.encode(t, add_special_tokens=False)) for t in TEXTS]
+    samples = [e["ids"] for e in encode]
+    grin = tok.encode("\U0001f600", add_special_tokens=False)
+    assert len(grin) == 4, "one id for each byte, so that cuts inside a character can be tested"
+    samples += [grin[:n] for n in (1, 2, 3)] + [grin[1:], grin[:2] + tok.encode(" x", add_special_tokens=False)]
+    samples += [grin[3:] + grin, tok.encode("\u00e9", add_special_tokens=False)[:1]]
+    decode = [dict(ids=i, text=tok.decode(i, clean_up_tokenization_spaces=False),
+                   without_special=tok.decode(i, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+              for i in samples]
+    for e in encode:  # byte-level: nothing may be lost
+        assert tok.decode(e["plain_ids"], clean_up_tokenization_spaces=False) == e["text"], e
+    chat = []
+    for messages in CHATS:
+        for generation in (True, False):
+            text = tok.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation)
+            ids = tok.apply_chat_template(messages, add_generation_prompt=generation, return_dict=True)["input_ids"]
+            assert ids == tok.encode(text, add_special_tokens=False)
+            chat.append(dict(messages=messages, add_generation_prompt=generation, text=text, ids=ids))
+    write_json(HERE / "text.json", dict(
+        model="models/demo", bos_token=tok.bos_token, eos_token=tok.eos_token, encode=encode, decode=decode, chat=chat,
+        made_with=dict(transformers=transformers.__version__, tokenizers=tokenizers.__version__)))
+    print(f"text.json: {len(encode)} encode, {len(decode)} decode, {len(chat)} chat", flush=True)
+
+
+def make_demo(steps=32):
+    tok, model = AutoTokenizer.from_pretrained(DEMO), load(DEMO, torch.float32)
+    low = load(DEMO, torch.bfloat16)
+    c = json.loads((DEMO / "config.json").read_text())
+    w = load_file(DEMO / "model.safetensors")
+    cases = []
+    for name, prompt in (
+        ("chat", tok.apply_chat_template([user("Good morrow, gentle lady. What news?")], add_generation_prompt=True,
+                                         return_dict=True)["input_ids"]),
+        ("completion", tok.encode("First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\n")),
+    ):
+        more, margins, y = greedy(model, prompt, steps)
+        if tok.eos_token_id in more:  # an engine stops there
+            n = more.index(tok.eos_token_id) + 1
+            more, margins = more[:n], margins[:n]
+        y = y[: len(prompt) + len(more) - 1]
+        ids = prompt + more[:-1]
+        error = (independent(c, w, ids) - y.double()).abs().max().item()
+        assert error < 1e-3, error
+        cases.append(dict(
+            name=name, prompt=prompt, prompt_text=tok.decode(prompt), continuation=more,
+            continuation_text=tok.decode(more), margins=[round(m, 5) for m in margins],
+            logits_std=round(y.std().item(), 5), f32_error=float(f"{error:.2g}"),
+            torch_bf16_cosine=round(cosine(logits_of(low, ids), y).min().item(), 6),
+            last_logits=[round(x, 5) for x in y[len(prompt) - 1].tolist()]))
+        print(name, repr(cases[-1]["continuation_text"]), f"min margin {min(margins):.3f} error {error:.1e}", flush=True)
+    digest = hashlib.sha256((DEMO / "model.safetensors").read_bytes()).hexdigest()
+    write_json(HERE / "demo.json", dict(
+        model="models/demo", sha256=digest, cases=cases,
+        made_with=dict(torch=torch.__version__.split("+")[0], transformers=transformers.__version__)))
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("cases", nargs="*")
@@ -321,6 +409,10 @@ def main():
     if a.cases or not (a.text or a.demo):
         for name in a.cases or CASES:
             make(name)
+    if a.text:
+        make_text()
+    if a.demo:
+        make_demo()
 
 
 if __name__ == "__main__":
