@@ -1,1 +1,35 @@
-fn main() {}
+//! Project chores: `cargo xtask check`, `cargo xtask random-model`.
+#![forbid(unsafe_code)]
+#![expect(clippy::print_stdout, reason = "a command-line tool speaks on standard output")]
+
+mod check;
+mod random_model;
+mod tidy;
+
+use clap::{Parser, Subcommand};
+
+/// Project chores.
+#[derive(Parser)]
+#[command(name = "cargo xtask")]
+struct Args {
+    #[command(subcommand)]
+    chore: Chore,
+}
+
+#[derive(Subcommand)]
+enum Chore {
+    /// What must hold before a change lands: format, lints, docs, tidy.
+    Check,
+    /// Only the project's own rules: crate arrows, orphan files, sizes, who names which library.
+    Tidy,
+    /// Writes a checkpoint of random weights in the shape of a real model.
+    RandomModel(random_model::Args),
+}
+
+fn main() -> anyhow::Result<()> {
+    match Args::parse().chore {
+        Chore::Check => check::run(),
+        Chore::Tidy => tidy::run(),
+        Chore::RandomModel(args) => random_model::run(&args),
+    }
+}
