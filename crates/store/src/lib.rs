@@ -1,1 +1,25 @@
-//! The ClusterStore port, its embedded adapter, its HTTP face and its client.
+//! The cluster, as the programs see it: the [`ClusterStore`] port and its two adapters.
+//!
+//! ```text
+//!   operator ─┐                       ┌─ EmbeddedStore (sled, in this process) ◄── face (HTTP)
+//!   router   ─┼─► ClusterStore (port) ┤                                              ▲
+//!   agent    ─┘   + Typed, reflect    └─ RemoteStore (kube client) ──────────────────┴─► or a real API server
+//! ```
+//!
+//! One contract-test suite (`tests/contract.rs`) holds the adapters equal: directly, and through the HTTP face.
+//!
+//! It deliberately does **not** decide anything: no scheduling, no scaling, no retries of writes. A failed write is
+//! told with a [`Verdict`], and the caller chooses. Only [`reflect`] tries again by itself, because it only reads.
+#![forbid(unsafe_code)]
+
+pub mod error;
+pub mod kind;
+pub mod port;
+pub mod reflect;
+pub mod typed;
+
+pub use error::{FieldError, StoreError, Verdict};
+pub use kind::{Kind, ObjectRef};
+pub use port::{Change, ClusterStore, DeleteOptions, Filter, Listed, Version, WatchStream};
+pub use reflect::{Reflected, reflect};
+pub use typed::{Stored, Typed, TypedChange, TypedList};
