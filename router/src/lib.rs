@@ -1,1 +1,5 @@
 //! The OpenAI front: hold, pick, stream, splice.
+#![forbid(unsafe_code)]
+
+mod openai;
+mod registry;

@@ -1,0 +1,454 @@
+//! What the cluster says, as the router needs it: which names mean which Model, and who serves it.
+//!
+//! Fed by the reflected Models, ModelReplicas and ModelNodes; read by every request. The list of models comes from
+//! the Model objects, never from live workers, so that a model at zero is still known.
+//!
+//! Names: `namespace/name` always works. Served names and aliases go to the older Model; a plain name works where
+//! nobody is served under it.
+//!
+//! It deliberately does **not** wait, count sessions, or speak to anybody.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+use pilotlight_api::conditions::ConditionStatus;
+use pilotlight_api::model::{ColdStartPolicy, Task as ApiTask};
+use pilotlight_api::replica::Device;
+use pilotlight_api::{ConditionKind, Hold, Model, ModelNode, ModelPhase, ModelReplica, Reason, ReplicaPhase};
+use pilotlight_domain::ModelName;
+use pilotlight_store::{Reflected, Stored};
+
+use crate::openai::Task;
+use crate::openai::models::ModelObject;
+
+/// A ModelReplica, by namespace and name.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct ReplicaKey(pub(crate) String);
+
+/// A Model as requests need it.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct ModelView {
+    pub(crate) name: ModelName,
+    uid: String,
+    created_seconds: u64,
+    pub(crate) served_name: String,
+    aliases: Vec<String>,
+    tasks: Vec<ApiTask>,
+    phase: ModelPhase,
+    /// Seconds that a cold start takes; none: nobody knows yet.
+    pub(crate) estimate: Option<f64>,
+    pub(crate) policy: ColdStartPolicy,
+    pub(crate) heartbeat: Option<Duration>,
+    pub(crate) request_timeout: Duration,
+    pub(crate) first_token_timeout: Option<Duration>,
+    pub(crate) retries: u32,
+    pub(crate) verdict: Verdict,
+    pub(crate) terms: Terms,
+}
+
+/// Whether a model may be asked at all.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Verdict {
+    Open,
+    Suspended,
+    /// It cannot be loaded: reason and message.
+    Failed(String),
+    /// Deleted, or being deleted.
+    Gone,
+}
+
+/// The bounds of one model's queue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Terms {
+    /// Requests that wait for a first replica.
+    pub(crate) held_max: u32,
+    /// How long they may.
+    pub(crate) hold_max: Duration,
+    /// Requests that wait for a place, for each ready replica.
+    pub(crate) queue_per_replica_max: u32,
+}
+
+/// A ModelReplica as the queue needs it.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct ReplicaView {
+    pub(crate) key: ReplicaKey,
+    model: ModelName,
+    model_uid: String,
+    node: String,
+    /// Base URL of the agent's session API.
+    pub(crate) endpoint: String,
+    /// The agent accepted an order to serve: sessions may be opened, though they may wait there.
+    accepts: bool,
+    /// They would not wait.
+    pub(crate) ready: bool,
+    /// Sessions at once; 0: not known yet.
+    pub(crate) slots: u32,
+    /// From the wake's arrival at the operator to the order.
+    pub(crate) decide: Duration,
+    /// The tier that the load started from.
+    pub(crate) path: String,
+    failed: Option<(u64, String)>,
+}
+
+/// What a queue must know of its model.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Standing {
+    pub(crate) verdict: Verdict,
+    pub(crate) terms: Terms,
+    /// Those that sessions may be opened at.
+    pub(crate) replicas: Vec<Arc<ReplicaView>>,
+}
+
+/// What an event changed.
+#[derive(Debug, Default, PartialEq)]
+pub(crate) struct Changes {
+    pub(crate) models: BTreeSet<ModelName>,
+    /// Loads that failed just now, with reason and message.
+    pub(crate) failures: Vec<(ModelName, String)>,
+}
+
+/// See the module.
+#[derive(Debug, Default)]
+pub(crate) struct Registry {
+    models: HashMap<ModelName, Arc<ModelView>>,
+    names: HashMap<String, ModelName>,
+    replicas: HashMap<ReplicaKey, Arc<ReplicaView>>,
+    by_model: HashMap<ModelName, BTreeSet<ReplicaKey>>,
+    nodes_lost: HashSet<String>,
+    models_listed: bool,
+    replicas_listed: bool,
+}
+
+impl Registry {
+    /// Whether the first lists came: before that an unknown model may only be unseen.
+    pub(crate) fn is_complete(&self) -> bool {
+        self.models_listed && self.replicas_listed
+    }
+
+    /// The Model that clients mean by `name`.
+    pub(crate) fn resolve(&self, name: &str) -> Option<Arc<ModelView>> {
+        if let Some(model) = self.names.get(name) {
+            return self.models.get(model).cloned();
+        }
+        let (namespace, name) = name.split_once('/')?;
+        self.models.get(&ModelName::new(namespace, name).ok()?).cloned()
+    }
+
+    /// What the model's queue must know.
+    pub(crate) fn standing(&self, model: &ModelName) -> Option<Standing> {
+        let view = self.models.get(model)?;
+        let serves = |r: &&Arc<ReplicaView>| {
+            let same = r.model_uid.is_empty() || view.uid.is_empty() || r.model_uid == view.uid;
+            r.accepts && same && !self.nodes_lost.contains(&r.node)
+        };
+        let keys = self.by_model.get(model).into_iter().flatten();
+        let replicas = keys.filter_map(|key| self.replicas.get(key)).filter(serves).cloned().collect();
+        Some(Standing { verdict: view.verdict.clone(), terms: view.terms, replicas })
+    }
+
+    /// The model as `/v1/models` shows it.
+    pub(crate) fn object(&self, view: &ModelView) -> ModelObject {
+        let replicas = self.standing(&view.name).map(|s| s.replicas).unwrap_or_default();
+        let ready = replicas.iter().any(|r| r.ready);
+        let state = match view.phase {
+            _ if view.verdict == Verdict::Suspended => "suspended",
+            _ if ready => "ready",
+            _ if !replicas.is_empty() => "warming",
+            ModelPhase::Pending => "pending",
+            ModelPhase::Resolving => "resolving",
+            ModelPhase::Caching => "caching",
+            ModelPhase::Idle => "idle",
+            ModelPhase::Warming | ModelPhase::ServingOnCpu | ModelPhase::Ready | ModelPhase::Degraded => "warming",
+            ModelPhase::Suspended => "suspended",
+            ModelPhase::Failed => "failed",
+            ModelPhase::Terminating => "terminating",
+        };
+        // The name that surely means this model.
+        let id = match self.names.get(&view.served_name) {
+            Some(owner) if *owner == view.name => view.served_name.clone(),
+            _ => view.name.to_string(),
+        };
+        ModelObject {
+            id,
+            object: "model",
+            created: view.created_seconds,
+            owned_by: view.name.namespace.clone(),
+            state,
+            estimated_start_seconds: if ready { Some(0.0) } else { view.estimate },
+            aliases: view.aliases.iter().filter(|a| self.names.get(*a) == Some(&view.name)).cloned().collect(),
+        }
+    }
+
+    /// Every model as `/v1/models` shows it.
+    pub(crate) fn objects(&self) -> Vec<ModelObject> {
+        self.models.values().filter(|m| m.verdict != Verdict::Gone).map(|m| self.object(m)).collect()
+    }
+
+    pub(crate) fn on_model(&mut self, told: Reflected<Model>) -> Changes {
+        let mut changes = Changes::default();
+        match told {
+            Reflected::Restarted(all) => {
+                self.models_listed = true;
+                changes.models = self.models.keys().cloned().collect();
+                let views = all.iter().filter_map(model_view).map(|v| (v.name.clone(), Arc::new(v)));
+                self.models = views.collect();
+                changes.models.extend(self.models.keys().cloned());
+                self.index_names();
+            }
+            Reflected::Applied(model) => {
+                let Some(view) = model_view(&model) else { return changes };
+                let before = self.models.get(&view.name);
+                if before.is_some_and(|b| **b == view) {
+                    return changes;
+                }
+                let renamed = before.is_none_or(|b| b.names() != view.names());
+                changes.models.insert(view.name.clone());
+                self.models.insert(view.name.clone(), Arc::new(view));
+                if renamed {
+                    self.index_names();
+                }
+            }
+            Reflected::Deleted(model) => {
+                if let Some(name) = name_of(&model)
+                    && self.models.remove(&name).is_some()
+                {
+                    changes.models.insert(name);
+                    self.index_names();
+                }
+            }
+        }
+        changes
+    }
+
+    pub(crate) fn on_replica(&mut self, told: Reflected<ModelReplica>) -> Changes {
+        let mut changes = Changes::default();
+        match told {
+            Reflected::Restarted(all) => {
+                self.replicas_listed = true;
+                changes.models = self.by_model.keys().cloned().collect();
+                let before = std::mem::take(&mut self.replicas);
+                self.by_model.clear();
+                for view in all.iter().filter_map(replica_view) {
+                    changes.models.insert(view.model.clone());
+                    note_failure(before.get(&view.key), &view, &mut changes);
+                    self.put_replica(view);
+                }
+            }
+            Reflected::Applied(replica) => {
+                let Some(view) = replica_view(&replica) else { return changes };
+                let before = self.replicas.get(&view.key);
+                if before.is_some_and(|b| **b == view) {
+                    return changes;
+                }
+                changes.models.insert(view.model.clone());
+                note_failure(before, &view, &mut changes);
+                self.put_replica(view);
+            }
+            Reflected::Deleted(replica) => {
+                let key = key_of(&replica);
+                if let Some(view) = self.replicas.remove(&key) {
+                    if let Some(keys) = self.by_model.get_mut(&view.model) {
+                        keys.remove(&key);
+                        if keys.is_empty() {
+                            self.by_model.remove(&view.model);
+                        }
+                    }
+                    changes.models.insert(view.model.clone());
+                }
+            }
+        }
+        changes
+    }
+
+    pub(crate) fn on_node(&mut self, told: Reflected<ModelNode>) -> Changes {
+        let before = self.nodes_lost.clone();
+        let mut note = |node: &ModelNode, there: bool| {
+            let name = node.object_ref().name;
+            if there && is_lost(node) {
+                self.nodes_lost.insert(name);
+            } else {
+                self.nodes_lost.remove(&name);
+            }
+        };
+        match &told {
+            Reflected::Restarted(all) => all.iter().for_each(|node| note(node, true)),
+            Reflected::Applied(node) => note(node, true),
+            // Its replicas go with it, one by one.
+            Reflected::Deleted(node) => note(node, false),
+        }
+        let changed: HashSet<&String> = before.symmetric_difference(&self.nodes_lost).collect();
+        let models = self.replicas.values().filter(|r| changed.contains(&r.node)).map(|r| r.model.clone());
+        Changes { models: models.collect(), failures: Vec::new() }
+    }
+
+    fn put_replica(&mut self, view: ReplicaView) {
+        self.by_model.entry(view.model.clone()).or_default().insert(view.key.clone());
+        self.replicas.insert(view.key.clone(), Arc::new(view));
+    }
+
+    fn index_names(&mut self) {
+        let mut by_age: Vec<&Arc<ModelView>> = self.models.values().collect();
+        by_age.sort_by(|a, b| (a.created_seconds, &a.name).cmp(&(b.created_seconds, &b.name)));
+        let mut names: BTreeMap<String, &ModelName> = BTreeMap::new();
+        for view in &by_age {
+            names.entry(view.served_name.clone()).or_insert(&view.name);
+        }
+        for view in &by_age {
+            for alias in &view.aliases {
+                names.entry(alias.clone()).or_insert(&view.name);
+            }
+        }
+        for view in &by_age {
+            names.entry(view.name.name.clone()).or_insert(&view.name);
+        }
+        self.names = names.into_iter().map(|(name, model)| (name, model.clone())).collect();
+    }
+}
+
+impl ModelView {
+    fn names(&self) -> (u64, &str, &[String]) {
+        (self.created_seconds, &self.served_name, &self.aliases)
+    }
+
+    /// Whether it may be asked that.
+    pub(crate) fn takes(&self, task: Task) -> bool {
+        self.tasks.contains(&match task {
+            Task::Chat => ApiTask::Chat,
+            Task::Completion => ApiTask::Completion,
+        })
+    }
+}
+
+fn note_failure(before: Option<&Arc<ReplicaView>>, view: &ReplicaView, changes: &mut Changes) {
+    if let Some((generation, message)) = &view.failed
+        && before.and_then(|b| b.failed.as_ref()).is_none_or(|(g, _)| g != generation)
+    {
+        changes.failures.push((view.model.clone(), message.clone()));
+    }
+}
+
+fn name_of(model: &Model) -> Option<ModelName> {
+    let object = model.object_ref();
+    ModelName::new(&object.namespace, &object.name).ok()
+}
+
+fn key_of(replica: &ModelReplica) -> ReplicaKey {
+    let object = replica.object_ref();
+    ReplicaKey(format!("{}/{}", object.namespace, object.name))
+}
+
+fn seconds(n: i32) -> Duration {
+    Duration::from_secs(u64::try_from(n).unwrap_or(0))
+}
+
+fn count(n: i32) -> u32 {
+    u32::try_from(n).unwrap_or(0)
+}
+
+fn model_view(model: &Model) -> Option<ModelView> {
+    let name = name_of(model)?;
+    let spec = &model.spec;
+    let status = model.status.clone().unwrap_or_default();
+    let created = model.metadata.creation_timestamp.as_ref().map_or(0, |t| t.0.as_second());
+    let cold = &status.cold_start;
+    Some(ModelView {
+        uid: model.metadata.uid.clone().unwrap_or_default(),
+        created_seconds: u64::try_from(created).unwrap_or(0),
+        served_name: if spec.served_name.is_empty() { name.name.clone() } else { spec.served_name.clone() },
+        aliases: spec.aliases.clone(),
+        tasks: spec.tasks.clone(),
+        phase: status.phase,
+        estimate: (cold.estimate_seconds > 0.0 || !cold.estimate_from.is_empty()).then_some(cold.estimate_seconds),
+        policy: spec.cold_start.policy,
+        heartbeat: Some(seconds(spec.cold_start.heartbeat_seconds)).filter(|h| !h.is_zero()),
+        request_timeout: seconds(spec.routing.request_timeout_seconds.max(1)),
+        first_token_timeout: Some(seconds(spec.routing.first_token_timeout_seconds)).filter(|t| !t.is_zero()),
+        retries: count(spec.routing.retries),
+        verdict: verdict(model),
+        terms: Terms {
+            held_max: count(spec.cold_start.max_held_requests),
+            hold_max: seconds(spec.cold_start.max_hold_seconds),
+            queue_per_replica_max: count(spec.routing.max_queue_per_replica),
+        },
+        name,
+    })
+}
+
+/// A status that speaks of an older spec says nothing of this one.
+fn verdict(model: &Model) -> Verdict {
+    if model.metadata.deletion_timestamp.is_some() {
+        return Verdict::Gone;
+    }
+    if model.spec.suspend {
+        return Verdict::Suspended;
+    }
+    let Some(status) = &model.status else { return Verdict::Open };
+    if status.observed_generation < model.metadata.generation.unwrap_or(0) {
+        return Verdict::Open;
+    }
+    let broken = |kind: ConditionKind| {
+        status.conditions.iter().find(|c| c.kind == kind && c.status == ConditionStatus::False)
+    };
+    let source = broken(ConditionKind::SourceResolved).filter(|c| {
+        use Reason::{AuthFailed, DigestMismatch, SourceNotFound, UnsupportedArchitecture, UnsupportedFormat};
+        matches!(
+            c.reason,
+            AuthFailed | DigestMismatch | SourceNotFound | UnsupportedArchitecture | UnsupportedFormat
+        )
+    });
+    if status.phase != ModelPhase::Failed && source.is_none() {
+        return Verdict::Open;
+    }
+    use ConditionKind::{Cached, Placed, Progressing, Ready};
+    let told = source.or_else(|| [Placed, Cached, Progressing, Ready].into_iter().find_map(broken));
+    Verdict::Failed(match (told, &status.last_failure) {
+        (Some(c), _) => format!("{:?}: {}", c.reason, c.message),
+        (None, Some(failure)) => format!("{}: {}", failure.reason, failure.message),
+        (None, None) => "the model has failed; `pilotlight explain model` may tell why".into(),
+    })
+}
+
+fn replica_view(replica: &ModelReplica) -> Option<ReplicaView> {
+    let spec = &replica.spec;
+    let status = replica.status.clone().unwrap_or_default();
+    let namespace = replica.object_ref().namespace;
+    let serving_order = match spec.hold {
+        Hold::Disk => false,
+        // For another device it is a prefetch.
+        Hold::Host => spec.device == Device::Cpu,
+        Hold::Device => true,
+    };
+    let accepted = status.order_generation >= spec.order_generation;
+    let leaving = spec.drain_deadline.is_some() || replica.metadata.deletion_timestamp.is_some();
+    use ReplicaPhase::{Failed, Loading, Pending, Ready, Staging};
+    let accepts = serving_order
+        && accepted
+        && !leaving
+        && !status.endpoint.is_empty()
+        && matches!(status.phase, Pending | Staging | Loading | Ready);
+    let failed = serving_order && accepted && status.phase == Failed;
+    let reason = status.reason.map(|r| format!("{r:?}: ")).unwrap_or_default();
+    Some(ReplicaView {
+        key: key_of(replica),
+        model: ModelName::new(&namespace, &spec.model_name).ok()?,
+        model_uid: spec.model_uid.clone(),
+        node: spec.node_name.clone(),
+        accepts,
+        ready: accepts && status.phase == Ready,
+        slots: status.slots,
+        decide: Duration::try_from_secs_f64(spec.decide_seconds).unwrap_or_default(),
+        failed: failed.then(|| (status.order_generation, format!("{reason}{}", status.message))),
+        path: status.path,
+        endpoint: status.endpoint,
+    })
+}
+
+fn is_lost(node: &ModelNode) -> bool {
+    node.status.iter().flat_map(|s| &s.conditions).any(|c| {
+        c.kind == ConditionKind::Ready && c.status != ConditionStatus::True && c.reason == Reason::AgentLost
+    })
+}
+
+#[cfg(test)]
+mod tests;
