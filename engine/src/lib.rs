@@ -3,4 +3,6 @@
 //! It deliberately does **not** know HTTP, Kubernetes or the other nodes: an agent speaks to it through
 //! [`protocol`] alone.
 
+pub mod frame;
 pub mod protocol;
+pub mod text;

@@ -1,0 +1,66 @@
+//! Text to token ids and back: tokenizers, chat templates, the streaming detokeniser, stop strings.
+//!
+//! ```text
+//! Input ── template ──► text ── tokenizer ──► prompt ids          (once for each session, on a text thread)
+//! generated id ── detokeniser ──► text ── stop filter ──► event   (once for each token, on the step thread)
+//! ```
+//!
+//! Invariant: the text of token *i* is a function of the generated ids up to *i* and of the stop strings, and of
+//! nothing else, so that a replayed session says the same texts whoever replays it.
+//!
+//! It deliberately does **not** know sessions, batches or models' arithmetic, and has no clock: `now`, which some
+//! templates print, is an argument.
+
+mod checkpoint;
+mod decode;
+mod stop;
+mod stream;
+mod template;
+mod tokenizer;
+
+pub use checkpoint::{ModelText, SamplingDefaults};
+pub use decode::{Detokenizer, Pieces};
+pub use stop::{Filtered, StopFilter};
+pub use stream::TextStream;
+pub use template::ChatTemplate;
+pub use tokenizer::Tokenizer;
+
+use std::path::PathBuf;
+
+/// Why a checkpoint's text side cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum TextError {
+    /// A file that should be there cannot be read.
+    #[error("read {path:?}")]
+    Read {
+        /// Which file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// A file is not JSON, or not of the expected form.
+    #[error("read {path:?} as JSON")]
+    Json {
+        /// Which file.
+        path: PathBuf,
+        /// Why.
+        source: serde_json::Error,
+    },
+    /// `tokenizer.json` cannot be understood.
+    #[error("read {path:?} as a tokenizer: {message}")]
+    Tokenizer {
+        /// Which file.
+        path: PathBuf,
+        /// Why, in the tokenizer library's words.
+        message: String,
+    },
+    /// The text of a prompt cannot be tokenized.
+    #[error("tokenize the prompt: {0}")]
+    Encode(String),
+    /// The chat template cannot be used, or refuses the messages.
+    #[error("{0}")]
+    Template(String),
+}
+
+#[cfg(test)]
+mod tests;
