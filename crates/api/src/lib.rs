@@ -11,6 +11,7 @@ pub mod demand;
 pub mod model;
 pub mod node;
 pub mod replica;
+pub mod schema;
 pub mod validate;
 
 pub use conditions::{Condition, ConditionKind, Reason};
