@@ -223,7 +223,7 @@ mod tests {
         assert_eq!(error, "the model's chat template refuses these messages: roles must alternate (line 1 of the template)");
         assert!(render("{% for %}").unwrap_err().starts_with("the model's chat template cannot be compiled"));
         assert!(render("{{ messages[0].nothing.more }}").is_err());
-        assert!(render("{{ strftime_now('%Q') }}").is_err());
+        assert!(render("{{ strftime_now('%J') }}").is_err());
         assert!(render("{% for i in range(9999) %}{% for j in range(9999) %}{{ i }}{% endfor %}{% endfor %}").is_err());
     }
 }

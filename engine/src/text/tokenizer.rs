@@ -141,8 +141,8 @@ mod tests {
     #[test]
     fn bytes_without_a_piece() {
         assert_eq!(fallback_byte("<0xE5>"), Some(0xE5));
-        for piece in ["<0xE5", "<0x+5>", "<0x123>", "0xE5", "<0xG0>"] {
-            assert!(fallback_byte(piece).is_none() || piece == "<0x+5>", "{piece}");
+        for piece in ["<0xE5", "<0x123>", "0xE5", "<0xG0>"] {
+            assert!(fallback_byte(piece).is_none(), "{piece}");
         }
     }
 }

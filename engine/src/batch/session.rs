@@ -1,0 +1,276 @@
+//! One session: its ids, and everything that is derived from them.
+//!
+//! Invariants: a session is a function of (prompt ids, generated ids, sampling parameters): one that is begun with
+//! `generated` ids and one that generated them are in the same state, to the byte of held-back text. Checks happen
+//! once, in [`Session::begin`].
+//!
+//! It deliberately does **not** know pages, steps or logits.
+
+use pilotlight_domain::session::{
+    FailureCode, FinishReason, Input, Retry, Sampling, SessionEvent, SessionSpec, TokenId, Usage,
+};
+
+use crate::protocol::SessionKey;
+use crate::text::{ModelText, TextStream, Tokenizer};
+
+/// Stop strings of one session. Each is looked for after each token.
+const STOPS_MAX: usize = 64;
+
+/// Bytes of one stop string: 64 of 1 KiB are looked through in some ten microseconds.
+const STOP_BYTES_MAX: usize = 1024;
+
+/// What a model can take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Token ids are below this.
+    pub vocabulary: usize,
+    /// Tokens of prompt and answer together, by the model or by order.
+    pub context: usize,
+    /// Tokens of which KV memory can hold the keys and values of one session.
+    pub kv_tokens: usize,
+}
+
+impl Limits {
+    /// The longest prompt with its answer: the last token's keys and values are never needed.
+    pub fn context_here(&self) -> usize {
+        self.context.min(self.kv_tokens + 1)
+    }
+}
+
+/// Why a session cannot be served, as the event that says so.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Refusal {
+    /// Which kind.
+    pub code: FailureCode,
+    /// Cause and cure.
+    pub message: String,
+    /// What the caller may do.
+    pub retry: Retry,
+}
+
+impl Refusal {
+    /// The request is wrong, everywhere.
+    pub fn bad_request(message: impl Into<String>) -> Self {
+        Refusal { code: FailureCode::BadRequest, message: message.into(), retry: Retry::No }
+    }
+
+    /// Another replica may do.
+    pub fn elsewhere(code: FailureCode, message: impl Into<String>) -> Self {
+        Refusal { code, message: message.into(), retry: Retry::Elsewhere }
+    }
+
+    /// As the last event of a session.
+    pub fn into_event(self) -> SessionEvent {
+        SessionEvent::Failed { code: self.code, message: self.message, retry: self.retry }
+    }
+}
+
+/// A session with its prompt as ids, before any check against the model.
+#[derive(Clone, Debug)]
+pub struct Prepared {
+    /// Its name.
+    pub key: SessionKey,
+    /// As it was started; `input` is not needed any more and is empty.
+    pub spec: SessionSpec,
+    /// The prompt.
+    pub prompt: Vec<TokenId>,
+}
+
+impl Prepared {
+    /// Takes the input away from the specification: the ids replace it.
+    pub fn new(key: SessionKey, mut spec: SessionSpec, prompt: Vec<TokenId>) -> Self {
+        spec.input = Input::Tokens(Vec::new());
+        Prepared { key, spec, prompt }
+    }
+}
+
+/// What one more token means.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Said {
+    /// What it adds to the text.
+    pub text: String,
+    /// Nothing comes after it.
+    pub end: Option<FinishReason>,
+}
+
+/// A session in flight.
+#[derive(Debug)]
+pub struct Session {
+    /// Its name.
+    pub key: SessionKey,
+    /// Its epoch.
+    pub epoch: u32,
+    /// How tokens are chosen.
+    pub sampling: Sampling,
+    prompt: Vec<TokenId>,
+    generated: Vec<TokenId>,
+    /// Generated tokens at most.
+    limit: usize,
+    text: TextStream,
+}
+
+impl Session {
+    /// Checks a session against the model and replays what was generated. With a reason: it has ended already.
+    ///
+    /// # Errors
+    /// When it cannot be served here.
+    pub fn begin(
+        prepared: Prepared,
+        text: &ModelText,
+        limits: &Limits,
+    ) -> Result<(Self, Option<FinishReason>), Refusal> {
+        let Prepared { key, spec, prompt } = prepared;
+        check_sampling(&spec.sampling, text, limits)?;
+        check_ids(&prompt, &spec.generated, limits)?;
+        let context = limits.context_here();
+        let wanted = spec.sampling.max_tokens.map_or(usize::MAX, |max| max as usize);
+        let limit = wanted.min(context - prompt.len());
+        if spec.generated.len() >= limit && limit < wanted && context < limits.context {
+            let message = format!(
+                "the session has {} tokens; KV memory here holds {}",
+                prompt.len() + spec.generated.len(),
+                limits.kv_tokens
+            );
+            return Err(Refusal::elsewhere(FailureCode::NoCapacity, message));
+        }
+        let stream = TextStream::new(&spec.sampling.stop);
+        let generated = Vec::with_capacity(spec.generated.len());
+        let mut session = Session {
+            key,
+            epoch: spec.epoch,
+            sampling: spec.sampling,
+            prompt,
+            generated,
+            limit,
+            text: stream,
+        };
+        if limit == 0 {
+            return Ok((session, Some(FinishReason::Length)));
+        }
+        for id in spec.generated {
+            if let Some(reason) = session.push(id, text).end {
+                return Ok((session, Some(reason)));
+            }
+        }
+        Ok((session, None))
+    }
+
+    /// Takes the next generated token.
+    pub fn push(&mut self, id: TokenId, text: &ModelText) -> Said {
+        self.generated.push(id);
+        let is_end = !self.sampling.ignore_eos && text.end_tokens().binary_search(&id).is_ok();
+        let at_limit = self.generated.len() >= self.limit;
+        let Some(tokenizer) = text.tokenizer() else {
+            let end = is_end.then_some(FinishReason::Stop).or(at_limit.then_some(FinishReason::Length));
+            return Said { text: String::new(), end };
+        };
+        let (said, stopped) = self.say(id, is_end, at_limit, tokenizer);
+        let end = if is_end || stopped {
+            Some(FinishReason::Stop)
+        } else {
+            at_limit.then_some(FinishReason::Length)
+        };
+        Said { text: said, end }
+    }
+
+    /// The text of the newest token, and whether a stop string is complete. What is held back goes with the last one.
+    fn say(&mut self, id: TokenId, is_end: bool, at_limit: bool, tokenizer: &Tokenizer) -> (String, bool) {
+        let mut said = String::new();
+        if !is_end {
+            let filtered = self.text.push(tokenizer, id);
+            if filtered.stopped {
+                return (filtered.text, true);
+            }
+            said = filtered.text;
+        }
+        if !(is_end || at_limit) {
+            return (said, false);
+        }
+        let rest = self.text.finish(tokenizer);
+        said.push_str(&rest.text);
+        (said, rest.stopped)
+    }
+
+    /// The prompt.
+    pub fn prompt(&self) -> &[TokenId] {
+        &self.prompt
+    }
+
+    /// Generated so far, replayed ones included.
+    pub fn generated(&self) -> &[TokenId] {
+        &self.generated
+    }
+
+    /// Tokens of prompt and answer so far.
+    pub fn known(&self) -> usize {
+        self.prompt.len() + self.generated.len()
+    }
+
+    /// The token at a position below [`known`](Self::known).
+    pub fn token_at(&self, position: usize) -> TokenId {
+        match position.checked_sub(self.prompt.len()) {
+            None => self.prompt[position],
+            Some(index) => self.generated[index],
+        }
+    }
+
+    /// Tokens it may still generate.
+    pub fn remaining(&self) -> usize {
+        self.limit.saturating_sub(self.generated.len())
+    }
+
+    /// The counts, as the API reports them.
+    pub fn usage(&self) -> Usage {
+        let prompt_tokens = self.prompt.len() as u32;
+        Usage { prompt_tokens, completion_tokens: self.generated.len() as u32, cached_tokens: 0 }
+    }
+}
+
+fn check_ids(prompt: &[TokenId], generated: &[TokenId], limits: &Limits) -> Result<(), Refusal> {
+    if prompt.is_empty() {
+        return Err(Refusal::bad_request("the prompt is empty: it must have at least one token"));
+    }
+    let context = limits.context_here();
+    if prompt.len() >= context {
+        let why = match context < limits.context {
+            true => format!(" (KV memory bounds it; the model's own is {})", limits.context),
+            false => String::new(),
+        };
+        let message = format!(
+            "the prompt has {} tokens; the context is {context} tokens{why}, and the answer needs at least one: shorten the prompt",
+            prompt.len()
+        );
+        return Err(Refusal { code: FailureCode::ContextLengthExceeded, message, retry: Retry::No });
+    }
+    let outside = prompt.iter().chain(generated).find(|id| **id as usize >= limits.vocabulary);
+    match outside {
+        Some(id) => Err(outside_vocabulary("the prompt", *id, limits)),
+        None => Ok(()),
+    }
+}
+
+fn outside_vocabulary(place: &str, id: TokenId, limits: &Limits) -> Refusal {
+    Refusal::bad_request(format!(
+        "token id {id} in {place} is outside the vocabulary of {} tokens",
+        limits.vocabulary
+    ))
+}
+
+fn check_sampling(sampling: &Sampling, text: &ModelText, limits: &Limits) -> Result<(), Refusal> {
+    let stops = &sampling.stop;
+    if stops.len() > STOPS_MAX || stops.iter().any(|stop| stop.len() > STOP_BYTES_MAX) {
+        let message = format!("`stop` takes at most {STOPS_MAX} strings of at most {STOP_BYTES_MAX} bytes");
+        return Err(Refusal::bad_request(message));
+    }
+    if stops.iter().any(|stop| !stop.is_empty()) && text.tokenizer().is_none() {
+        let message = "the model's checkpoint has no tokenizer.json: `stop` cannot be served";
+        return Err(Refusal::bad_request(message));
+    }
+    match sampling.logit_bias.keys().find(|id| **id as usize >= limits.vocabulary) {
+        Some(id) => Err(outside_vocabulary("`logit_bias`", *id, limits)),
+        None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests;
