@@ -3,14 +3,13 @@
 //! It deliberately does **not** know HTTP, Kubernetes or the other nodes: an agent speaks to it through
 //! [`protocol`] alone.
 
-mod batch;
-pub mod kernels;
-pub mod kv;
-pub mod model;
-pub mod numerics;
-pub mod sample;
-pub mod threads;
 pub mod weights;
+pub mod model;
+pub mod kv;
+pub mod sample;
+pub mod kernels;
+pub mod numerics;
+pub mod threads;
 pub mod frame;
 pub mod protocol;
 pub mod text;
