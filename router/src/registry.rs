@@ -320,6 +320,26 @@ impl ModelView {
     }
 }
 
+#[cfg(test)]
+impl ReplicaView {
+    /// One that accepts sessions.
+    pub(crate) fn fixture(name: &str, ready: bool, slots: u32) -> Self {
+        ReplicaView {
+            key: ReplicaKey(name.into()),
+            model: ModelName::new("default", "m").expect("a good name"),
+            model_uid: String::new(),
+            node: "n1".into(),
+            endpoint: "http://agent".into(),
+            accepts: true,
+            ready,
+            slots,
+            decide: Duration::ZERO,
+            path: "disk".into(),
+            failed: None,
+        }
+    }
+}
+
 fn note_failure(before: Option<&Arc<ReplicaView>>, view: &ReplicaView, changes: &mut Changes) {
     if let Some((generation, message)) = &view.failed
         && before.and_then(|b| b.failed.as_ref()).is_none_or(|(g, _)| g != generation)

@@ -1,0 +1,265 @@
+//! What is open for each model, and what the operator must still hear of it.
+//!
+//! Invariants: every count falls to zero when what it counts is gone; what was not answered is told again; a model
+//! with nothing open and nothing to tell takes no memory.
+
+use std::collections::HashMap;
+
+use pilotlight_api::demand::{DemandReport, ModelDemand};
+use pilotlight_api::model::ColdStartReport;
+use pilotlight_domain::ModelName;
+use tokio::time::Instant;
+
+/// Cold starts that wait to be told; the oldest are dropped. An operator that is away for long has missed more.
+const COLD_STARTS_MAX: usize = 16;
+
+/// What one request does to the counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Stage {
+    /// A session without a worker yet.
+    Held,
+    /// A session that a worker has taken.
+    InFlight,
+    /// A request whose answer is not sent to its last byte.
+    Body,
+}
+
+#[derive(Debug, Default)]
+struct Account {
+    held: u32,
+    in_flight: u32,
+    bodies: u32,
+    /// Requests that were turned away but want the model woken; they count as held in one report.
+    knocks: u32,
+    ended: Option<Instant>,
+    /// When the wake that is under way was first sent.
+    wake_sent: Option<Instant>,
+    cold_starts: Vec<ColdStartReport>,
+    /// Changed since the last report.
+    changed: bool,
+    /// In the report that is on its way.
+    told: (u32, usize),
+}
+
+impl Account {
+    fn is_open(&self) -> bool {
+        self.held + self.in_flight + self.bodies > 0
+    }
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct Ledger {
+    router: String,
+    accounts: HashMap<ModelName, Account>,
+    /// Something changed that must not wait: a first request, a last byte.
+    urgent: bool,
+}
+
+impl Ledger {
+    /// `router` is made anew by each start.
+    pub(crate) fn new(router: String) -> Self {
+        Ledger { router, accounts: HashMap::new(), urgent: false }
+    }
+
+    fn account(&mut self, model: &ModelName) -> &mut Account {
+        // Most requests find theirs; the name is copied for the first only.
+        if !self.accounts.contains_key(model) {
+            self.accounts.insert(model.clone(), Account::default());
+        }
+        let account = self.accounts.get_mut(model).expect("it was just put there");
+        account.changed = true;
+        account
+    }
+
+    pub(super) fn begin(&mut self, model: &ModelName, stage: Stage) {
+        let account = self.account(model);
+        let first = account.held + account.in_flight == 0;
+        match stage {
+            Stage::Held => account.held += 1,
+            Stage::InFlight => account.in_flight += 1,
+            Stage::Body => account.bodies += 1,
+        }
+        self.urgent |= first && stage == Stage::Held;
+    }
+
+    pub(super) fn end(&mut self, model: &ModelName, stage: Stage, now: Instant) {
+        let account = self.account(model);
+        let count = match stage {
+            Stage::Held => &mut account.held,
+            Stage::InFlight => &mut account.in_flight,
+            Stage::Body => &mut account.bodies,
+        };
+        *count = count.saturating_sub(1);
+        if account.held == 0 {
+            account.wake_sent = None;
+        }
+        let last = !account.is_open();
+        if last {
+            account.ended = Some(now);
+        }
+        self.urgent |= last;
+    }
+
+    /// A request that may not wait wants its model woken.
+    pub(super) fn knock(&mut self, model: &ModelName) {
+        let account = self.account(model);
+        account.knocks = account.knocks.saturating_add(1);
+        self.urgent = true;
+    }
+
+    pub(super) fn cold_start(&mut self, model: &ModelName, report: ColdStartReport) {
+        let account = self.account(model);
+        account.cold_starts.push(report);
+        let excess = account.cold_starts.len().saturating_sub(COLD_STARTS_MAX);
+        account.cold_starts.drain(..excess);
+        account.told.1 = account.told.1.saturating_sub(excess);
+    }
+
+    /// When the wake that is under way was first sent.
+    pub(super) fn wake_sent(&self, model: &ModelName) -> Option<Instant> {
+        self.accounts.get(model)?.wake_sent
+    }
+
+    /// Whether there is anything to report, and whether it must not wait.
+    pub(super) fn pending(&self) -> Option<Urgency> {
+        if self.urgent {
+            return Some(Urgency::Now);
+        }
+        if self.accounts.values().any(|a| a.changed) {
+            return Some(Urgency::Soon);
+        }
+        (!self.accounts.is_empty()).then_some(Urgency::Later)
+    }
+
+    /// The report as of `now`, which is on its way until [`Ledger::answered`] or [`Ledger::unanswered`].
+    pub(super) fn report(&mut self, now: Instant) -> DemandReport {
+        self.urgent = false;
+        let mut models: Vec<ModelDemand> = Vec::with_capacity(self.accounts.len());
+        for (model, account) in &mut self.accounts {
+            account.changed = false;
+            account.told = (account.knocks, account.cold_starts.len());
+            let held = account.held.saturating_add(account.knocks);
+            if held > 0 && account.wake_sent.is_none() {
+                account.wake_sent = Some(now);
+            }
+            let sessions = account.held + account.in_flight;
+            // The last session has ended, but its last bytes are still on their way to the client.
+            let in_flight = account.in_flight + u32::from(sessions == 0 && account.bodies > 0);
+            let quiet = account.ended.filter(|_| !account.is_open());
+            models.push(ModelDemand {
+                model: model.clone(),
+                in_flight,
+                held,
+                quiet_seconds: quiet.map(|ended| now.saturating_duration_since(ended).as_secs_f64()),
+                cold_starts: account.cold_starts.clone(),
+            });
+        }
+        models.sort_by(|a, b| a.model.cmp(&b.model));
+        DemandReport { router: self.router.clone(), models }
+    }
+
+    /// The operator has the report.
+    pub(super) fn answered(&mut self) {
+        self.accounts.retain(|_, account| {
+            let (knocks, cold_starts) = std::mem::take(&mut account.told);
+            account.knocks = account.knocks.saturating_sub(knocks);
+            account.cold_starts.drain(..cold_starts.min(account.cold_starts.len()));
+            account.is_open() || account.changed || account.knocks > 0 || !account.cold_starts.is_empty()
+        });
+    }
+
+    /// It does not: everything is told again.
+    pub(super) fn unanswered(&mut self) {
+        self.urgent = !self.accounts.is_empty();
+    }
+}
+
+/// When a report is due.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Urgency {
+    /// At once.
+    Now,
+    /// With the next few changes.
+    Soon,
+    /// Each second, so that the operator knows that this router lives.
+    Later,
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    fn model() -> ModelName {
+        ModelName::new("default", "m").unwrap()
+    }
+
+    fn told(ledger: &mut Ledger, now: Instant) -> String {
+        let report = ledger.report(now);
+        let text = |m: &ModelDemand| {
+            format!("{} held {} in flight {} quiet {:?}", m.model.name, m.held, m.in_flight, m.quiet_seconds)
+        };
+        report.models.iter().map(text).collect()
+    }
+
+    #[test]
+    fn a_request_is_told_from_its_first_to_its_last_byte_and_then_forgotten() {
+        let (mut ledger, now) = (Ledger::new("r".into()), Instant::now());
+        assert_eq!(ledger.pending(), None);
+        ledger.begin(&model(), Stage::Body);
+        ledger.begin(&model(), Stage::Held);
+        assert_eq!(ledger.pending(), Some(Urgency::Now));
+        assert_eq!(told(&mut ledger, now), "m held 1 in flight 0 quiet None");
+        ledger.answered();
+        assert_eq!(ledger.pending(), Some(Urgency::Later));
+        assert_eq!(ledger.wake_sent(&model()), Some(now));
+        ledger.begin(&model(), Stage::InFlight);
+        ledger.end(&model(), Stage::Held, now);
+        assert_eq!((ledger.pending(), ledger.wake_sent(&model())), (Some(Urgency::Soon), None));
+        ledger.end(&model(), Stage::InFlight, now);
+        assert_eq!(told(&mut ledger, now), "m held 0 in flight 1 quiet None");
+        ledger.answered();
+        ledger.end(&model(), Stage::Body, now);
+        assert_eq!(ledger.pending(), Some(Urgency::Now));
+        assert_eq!(told(&mut ledger, now + Duration::from_secs(2)), "m held 0 in flight 0 quiet Some(2.0)");
+        ledger.answered();
+        assert_eq!(ledger.pending(), None);
+    }
+
+    #[test]
+    fn what_was_not_answered_is_told_again() {
+        let (mut ledger, now) = (Ledger::new("r".into()), Instant::now());
+        ledger.knock(&model());
+        ledger.cold_start(&model(), ColdStartReport { path: "disk".into(), ..ColdStartReport::default() });
+        assert_eq!(told(&mut ledger, now), "m held 1 in flight 0 quiet None");
+        ledger.unanswered();
+        assert_eq!(ledger.pending(), Some(Urgency::Now));
+        let report = ledger.report(now);
+        assert_eq!((report.models[0].held, report.models[0].cold_starts.len()), (1, 1));
+        // One more while it is on its way.
+        ledger.knock(&model());
+        ledger.answered();
+        let report = ledger.report(now);
+        assert_eq!((report.models[0].held, report.models[0].cold_starts.len()), (1, 0));
+        ledger.answered();
+        assert_eq!(ledger.pending(), None);
+    }
+
+    #[test]
+    fn cold_starts_are_bounded() {
+        let (mut ledger, now) = (Ledger::new("r".into()), Instant::now());
+        for n in 0..40 {
+            let report = ColdStartReport { total_seconds: f64::from(n), ..ColdStartReport::default() };
+            ledger.cold_start(&model(), report);
+            if n == 20 {
+                ledger.report(now);
+            }
+        }
+        ledger.answered();
+        let report = ledger.report(now);
+        assert_eq!(report.models[0].cold_starts.len(), COLD_STARTS_MAX);
+        assert_eq!(report.models[0].cold_starts[0].total_seconds, 24.0);
+    }
+}

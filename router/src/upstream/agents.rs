@@ -1,0 +1,171 @@
+//! The HTTP client.
+
+use std::fmt;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{Method, Request, StatusCode, header};
+use http_body_util::{BodyExt as _, Full, Limited};
+use hyper::body::Incoming;
+use hyper_util::client::legacy::Client;
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::rt::{TokioExecutor, TokioTimer};
+use pilotlight_domain::session::{FailureCode, Retry, SessionEvent, SessionSpec};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::lines::Lines;
+
+/// Agents are near; one that takes longer is as good as gone.
+const CONNECT_MAX: Duration = Duration::from_secs(3);
+/// An answer that is not a stream: an error with its message, or a small report.
+const ANSWER_BYTES_MAX: usize = 1 << 20;
+
+/// Connections to everybody that this router speaks to.
+#[derive(Clone, Debug)]
+pub(crate) struct Agents {
+    client: Client<HttpConnector, Full<Bytes>>,
+}
+
+/// A session that could not be opened.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum OpenError {
+    /// Nobody answered: nothing has happened.
+    #[error("cannot reach the agent at {url}: {cause}")]
+    Unreachable { url: String, cause: String },
+    /// The agent answered with a failure.
+    #[error("{message}")]
+    Failed { status: StatusCode, code: FailureCode, message: String, retry: Retry },
+    /// The agent answered something else.
+    #[error("the agent at {url} answered {status}: {message}")]
+    Strange { url: String, status: StatusCode, message: String },
+}
+
+/// A stream that broke.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum StreamError {
+    #[error("the connection to the agent broke: {0}")]
+    Connection(#[source] hyper::Error),
+    #[error("the agent sent {0}")]
+    TooLong(#[from] super::lines::LineTooLong),
+    #[error("the agent sent a line that is no event: {0}")]
+    NoEvent(#[source] serde_json::Error),
+    #[error("the agent closed the stream before its last event")]
+    Ended,
+}
+
+impl Agents {
+    pub(crate) fn new() -> Self {
+        let mut connector = HttpConnector::new();
+        connector.set_nodelay(true);
+        connector.set_connect_timeout(Some(CONNECT_MAX));
+        let client = Client::builder(TokioExecutor::new())
+            .pool_timer(TokioTimer::new())
+            .pool_idle_timeout(Duration::from_secs(60))
+            // 64 idle connections to each agent are more than it has slots.
+            .pool_max_idle_per_host(64)
+            .build(connector);
+        Agents { client }
+    }
+
+    /// Opens a session. Dropping it half-way closes the connection.
+    pub(crate) async fn open(&self, endpoint: &str, spec: &SessionSpec) -> Result<Events, OpenError> {
+        let url = format!("{}/v1/sessions", endpoint.trim_end_matches('/'));
+        let unreachable = |cause: String| OpenError::Unreachable { url: url.clone(), cause };
+        let body = serde_json::to_vec(spec).map_err(|e| unreachable(e.to_string()))?;
+        let response = self.send(&url, body).await.map_err(&unreachable)?;
+        let status = response.status();
+        let body = response.into_body();
+        if status == StatusCode::OK {
+            return Ok(Events { body, lines: Lines::default() });
+        }
+        let answer = read_all(body).await.map_err(&unreachable)?;
+        match serde_json::from_slice(&answer) {
+            Ok(SessionEvent::Failed { code, message, retry }) => {
+                Err(OpenError::Failed { status, code, message, retry })
+            }
+            _ => {
+                let message = String::from_utf8_lossy(&answer).chars().take(200).collect();
+                Err(OpenError::Strange { url, status, message })
+            }
+        }
+    }
+
+    /// Posts JSON and reads JSON.
+    pub(crate) async fn post<T: Serialize, R: DeserializeOwned>(&self, url: &str, what: &T) -> Result<R, PostError> {
+        let body = serde_json::to_vec(what).map_err(|e| PostError(e.to_string()))?;
+        let response = self.send(url, body).await.map_err(PostError)?;
+        let status = response.status();
+        let answer = read_all(response.into_body()).await.map_err(PostError)?;
+        if !status.is_success() {
+            let answer: String = String::from_utf8_lossy(&answer).chars().take(200).collect();
+            return Err(PostError(format!("status {status}: {answer}")));
+        }
+        serde_json::from_slice(&answer).map_err(|e| PostError(e.to_string()))
+    }
+
+    async fn send(&self, url: &str, body: Vec<u8>) -> Result<http::Response<Incoming>, String> {
+        let request = Request::builder()
+            .method(Method::POST)
+            .uri(url)
+            .header(header::CONTENT_TYPE, "application/json")
+            .body(Full::new(Bytes::from(body)))
+            .map_err(|e| e.to_string())?;
+        self.client.request(request).await.map_err(|e| chain(&e))
+    }
+}
+
+/// A request that failed, with its causes.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub(crate) struct PostError(String);
+
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text = format!("{text}: {error}");
+        cause = error.source();
+    }
+    text
+}
+
+async fn read_all(body: Incoming) -> Result<Bytes, String> {
+    Limited::new(body, ANSWER_BYTES_MAX).collect().await.map(|b| b.to_bytes()).map_err(|e| e.to_string())
+}
+
+/// A session's events. Dropping them ends the session.
+pub(crate) struct Events {
+    body: Incoming,
+    lines: Lines,
+}
+
+impl fmt::Debug for Events {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Events").finish_non_exhaustive()
+    }
+}
+
+impl Events {
+    /// The next event. Dropping it half-way loses nothing.
+    pub(crate) async fn next(&mut self) -> Result<SessionEvent, StreamError> {
+        loop {
+            if let Some(line) = self.lines.next()? {
+                return serde_json::from_slice(&line).map_err(StreamError::NoEvent);
+            }
+            match self.body.frame().await {
+                Some(Ok(frame)) => {
+                    if let Some(bytes) = frame.data_ref() {
+                        self.lines.push(bytes);
+                    }
+                }
+                Some(Err(error)) => return Err(StreamError::Connection(error)),
+                None if self.lines.is_torn() => {
+                    // A last line without its newline.
+                    self.lines.push(b"\n");
+                }
+                None => return Err(StreamError::Ended),
+            }
+        }
+    }
+}

@@ -1,0 +1,11 @@
+//! Speaking to agents, and to the operator: HTTP/1.1 over pooled connections.
+//!
+//! A session is one request whose answer is lines of JSON. Dropping its [`Events`] closes the connection, which is
+//! how an agent learns that nobody listens any more.
+
+mod agents;
+mod lines;
+mod log;
+
+pub(crate) use agents::{Agents, Events, OpenError};
+pub(crate) use log::{SessionLog, Step};
