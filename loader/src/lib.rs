@@ -17,9 +17,12 @@ pub mod cancel;
 pub mod checkpoint;
 pub mod checksum;
 pub mod layout;
+pub mod load;
 pub mod manifest;
 pub mod mapping;
+pub mod pipeline;
 pub mod pool;
+pub mod readers;
 pub mod safetensors;
 
 pub use cancel::{CancelFlag, Progress};

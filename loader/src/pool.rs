@@ -349,6 +349,11 @@ impl FreeChunk {
         if self.chunk.pool.memory.populate(self.chunk.index, 1) { Ok(()) } else { Err(PoolError::NoPage) }
     }
 
+    /// Its range of addresses, to register with the kernel.
+    pub(crate) fn raw(&self) -> (*mut u8, usize) {
+        (self.chunk.start().as_ptr(), self.chunk.len())
+    }
+
     /// Begins to write it.
     pub fn fill(self) -> Filling {
         Filling { chunk: self.chunk.go(Book::fill, Role::Holder) }

@@ -55,6 +55,11 @@ impl Block {
         self.offset
     }
 
+    /// The number of the chunk that it belongs to.
+    pub fn chunk_index(&self) -> u32 {
+        self.chunk.index()
+    }
+
     /// Its bytes.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: the block is the only handle to these bytes (see `Send`), which stay mapped while it holds its chunk.
