@@ -12,12 +12,14 @@
 //! told with a [`Verdict`], and the caller chooses. Only [`reflect`] tries again by itself, because it only reads.
 #![forbid(unsafe_code)]
 
+pub mod embedded;
 pub mod error;
 pub mod kind;
 pub mod port;
 pub mod reflect;
 pub mod typed;
 
+pub use embedded::{EmbeddedStore, OpenError};
 pub use error::{FieldError, StoreError, Verdict};
 pub use kind::{Kind, ObjectRef};
 pub use port::{Change, ClusterStore, DeleteOptions, Filter, Listed, Version, WatchStream};
