@@ -54,12 +54,17 @@ pub(crate) struct Ledger {
     accounts: HashMap<ModelName, Account>,
     /// Something changed that must not wait: a first request, a last byte.
     urgent: bool,
+    /// The last cold start told of each model: the moment when a replica accepted tells them apart.
+    cold_starts_told: HashMap<ModelName, Instant>,
 }
+
+/// More models than a fleet has: beyond it the map is begun anew, which tells a cold start twice at worst.
+const MODELS_MAX: usize = 65_536;
 
 impl Ledger {
     /// `router` is made anew by each start.
     pub(crate) fn new(router: String) -> Self {
-        Ledger { router, accounts: HashMap::new(), urgent: false }
+        Ledger { router, accounts: HashMap::new(), urgent: false, cold_starts_told: HashMap::new() }
     }
 
     fn account(&mut self, model: &ModelName) -> &mut Account {
@@ -108,7 +113,15 @@ impl Ledger {
         self.urgent = true;
     }
 
-    pub(super) fn cold_start(&mut self, model: &ModelName, report: ColdStartReport) {
+    /// A request has its first token after a cold start: the first one of each cold start is told.
+    pub(super) fn cold_start(&mut self, model: &ModelName, accepting_since: Instant, report: ColdStartReport) {
+        if self.cold_starts_told.get(model) == Some(&accepting_since) {
+            return;
+        }
+        if self.cold_starts_told.len() >= MODELS_MAX {
+            self.cold_starts_told.clear();
+        }
+        self.cold_starts_told.insert(model.clone(), accepting_since);
         let account = self.account(model);
         account.cold_starts.push(report);
         let excess = account.cold_starts.len().saturating_sub(COLD_STARTS_MAX);
@@ -232,7 +245,10 @@ mod tests {
     fn what_was_not_answered_is_told_again() {
         let (mut ledger, now) = (Ledger::new("r".into()), Instant::now());
         ledger.knock(&model());
-        ledger.cold_start(&model(), ColdStartReport { path: "disk".into(), ..ColdStartReport::default() });
+        for _ in 0..2 {
+            let report = ColdStartReport { path: "disk".into(), ..ColdStartReport::default() };
+            ledger.cold_start(&model(), now, report);
+        }
         assert_eq!(told(&mut ledger, now), "m held 1 in flight 0 quiet None");
         ledger.unanswered();
         assert_eq!(ledger.pending(), Some(Urgency::Now));
@@ -250,9 +266,9 @@ mod tests {
     #[test]
     fn cold_starts_are_bounded() {
         let (mut ledger, now) = (Ledger::new("r".into()), Instant::now());
-        for n in 0..40 {
+        for n in 0..40u32 {
             let report = ColdStartReport { total_seconds: f64::from(n), ..ColdStartReport::default() };
-            ledger.cold_start(&model(), report);
+            ledger.cold_start(&model(), now + Duration::from_secs(n.into()), report);
             if n == 20 {
                 ledger.report(now);
             }

@@ -79,9 +79,9 @@ impl Demand {
         self.change(|ledger| ledger.knock(model));
     }
 
-    /// A cold start ended.
-    pub(crate) fn cold_start(&self, model: &ModelName, report: ColdStartReport) {
-        self.change(|ledger| ledger.cold_start(model, report));
+    /// A cold start that began to load at `accepting_since` has brought a first token.
+    pub(crate) fn cold_start(&self, model: &ModelName, accepting_since: Instant, report: ColdStartReport) {
+        self.change(|ledger| ledger.cold_start(model, accepting_since, report));
     }
 
     /// When the wake that is under way was first sent.
@@ -89,7 +89,7 @@ impl Demand {
         self.ledger().wake_sent(model)
     }
 
-    /// Reports to the operator until `stop`, then once more. `refused` hears of wakes that cannot be carried out.
+    /// Reports to the operator until `stop` aborts. `refused` hears of wakes that cannot be carried out.
     pub(crate) async fn report_to(&self, agents: &Agents, operator: &str, refused: impl Fn(&Refused), stop: &Stop) {
         let url = format!("{}/operator/v1/demand", operator.trim_end_matches('/'));
         let mut backoff = Backoff::new(BACKOFF_MIN, BACKOFF_MAX);
@@ -123,6 +123,21 @@ impl Demand {
                     }
                 }
             }
+        }
+    }
+
+    /// Tells once what is open now, if that was not told.
+    pub(crate) async fn last_report(&self, agents: &Agents, operator: &str) {
+        let report = {
+            let mut ledger = self.ledger();
+            if ledger.pending().is_none() {
+                return;
+            }
+            ledger.report(Instant::now())
+        };
+        let url = format!("{}/operator/v1/demand", operator.trim_end_matches('/'));
+        if agents.post::<_, DemandAnswer>(&url, &report).await.is_ok() {
+            self.ledger().answered();
         }
     }
 

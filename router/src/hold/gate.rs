@@ -11,6 +11,7 @@ use tokio::sync::{Notify, oneshot};
 use tokio::time::Instant;
 
 use super::queue::{Bounds, Effect, Entry, Queue, Rank, Refusal};
+use crate::metrics::Metrics;
 use crate::registry::{ReplicaView, Standing};
 
 type Decision = Result<(Arc<ReplicaView>, Instant), Refusal>;
@@ -22,6 +23,7 @@ pub(crate) struct Gate {
     queue: Mutex<Queue<Waiter>>,
     /// The queue's next due moment may have come nearer.
     sooner: Notify,
+    metrics: Arc<Metrics>,
 }
 
 fn dice(sides: usize) -> usize {
@@ -29,8 +31,8 @@ fn dice(sides: usize) -> usize {
 }
 
 impl Gate {
-    pub(crate) fn new(bounds: Bounds) -> Arc<Self> {
-        Arc::new(Gate { queue: Mutex::new(Queue::new(bounds)), sooner: Notify::new() })
+    pub(crate) fn new(bounds: Bounds, metrics: Arc<Metrics>) -> Arc<Self> {
+        Arc::new(Gate { queue: Mutex::new(Queue::new(bounds)), sooner: Notify::new(), metrics })
     }
 
     fn queue(&self) -> MutexGuard<'_, Queue<Waiter>> {
@@ -50,6 +52,9 @@ impl Gate {
                 Effect::Refuse { who, why } => who.send(Err(why)),
             };
         }
+        let (held, bytes) = queue.held();
+        self.metrics.held_requests.set(i64::try_from(held).unwrap_or(i64::MAX));
+        self.metrics.held_bytes.set(i64::try_from(bytes).unwrap_or(i64::MAX));
         if queue.due() != before {
             self.sooner.notify_one();
         }
@@ -85,6 +90,7 @@ impl Gate {
     }
 
     /// How many wait, and the bytes they keep.
+    #[cfg(test)]
     pub(crate) fn held(&self) -> (usize, u64) {
         self.queue().held()
     }
@@ -201,7 +207,8 @@ mod tests {
     }
 
     fn gate() -> Arc<Gate> {
-        Gate::new(Bounds { bytes_max: 1 << 20, queue_max: Duration::from_secs(60) })
+        let metrics = Metrics::new(&prometheus::Registry::new()).unwrap();
+        Gate::new(Bounds { bytes_max: 1 << 20, queue_max: Duration::from_secs(60) }, Arc::new(metrics))
     }
 
     #[tokio::test]

@@ -7,6 +7,6 @@ mod gate;
 mod pick;
 mod queue;
 
-pub(crate) use gate::{Gate, Ticket};
+pub(crate) use gate::Gate;
 pub(crate) use gate::Place;
 pub(crate) use queue::{Bounds, Entry, Refusal};

@@ -115,6 +115,7 @@ pub(crate) struct Queue<W> {
     bounds: Bounds,
     lines: HashMap<ModelName, Line<W>>,
     loads: HashMap<ReplicaKey, Load>,
+    held: usize,
     bytes: u64,
     next_rank: u64,
     draining: bool,
@@ -128,6 +129,7 @@ impl<W> Queue<W> {
             bounds,
             lines: HashMap::new(),
             loads: HashMap::new(),
+            held: 0,
             bytes: 0,
             next_rank: 0,
             draining: false,
@@ -187,6 +189,7 @@ impl<W> Queue<W> {
         line.waiting.insert(rank, waiter);
         line.counted += u32::from(counted);
         self.bytes += bytes;
+        self.held += 1;
         self.pump(model, now, dice, out);
         let waits = self.lines.get(model).is_some_and(|line| line.waiting.contains_key(&rank));
         match why {
@@ -207,6 +210,7 @@ impl<W> Queue<W> {
         let Some(waiter) = line.waiting.remove(&rank) else { return false };
         line.counted -= u32::from(waiter.counted);
         self.bytes -= waiter.bytes;
+        self.held -= 1;
         true
     }
 
@@ -341,7 +345,7 @@ impl<W> Queue<W> {
 
     /// Who waits, and what they keep in memory.
     pub(crate) fn held(&self) -> (usize, u64) {
-        (self.lines.values().map(|line| line.waiting.len()).sum(), self.bytes)
+        (self.held, self.bytes)
     }
 
     /// What a waiting client may be told.
@@ -374,6 +378,7 @@ impl<W> Queue<W> {
             let (_, waiter) = first.remove_entry();
             line.counted -= u32::from(waiter.counted);
             self.bytes -= waiter.bytes;
+        self.held -= 1;
             self.loads.entry(replica.key.clone()).or_default().sessions += 1;
             let accepting_since = line.accepting_since.unwrap_or(now);
             out.push(Effect::Release { who: waiter.who, replica, accepting_since });
@@ -398,6 +403,7 @@ impl<W> Queue<W> {
         let Some(waiter) = line.waiting.remove(&rank) else { return };
         line.counted -= u32::from(waiter.counted);
         self.bytes -= waiter.bytes;
+        self.held -= 1;
         out.push(Effect::Refuse { who: waiter.who, why: why(waiter.note) });
     }
 

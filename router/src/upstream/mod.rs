@@ -7,5 +7,5 @@ mod agents;
 mod lines;
 mod log;
 
-pub(crate) use agents::{Agents, Events, OpenError};
+pub(crate) use agents::{Agents, OpenError};
 pub(crate) use log::{SessionLog, Step};

@@ -1,0 +1,65 @@
+//! What every request shares.
+
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::time::Duration;
+
+use pilotlight_kit::clock::Clock;
+use tokio_util::task::TaskTracker;
+
+use crate::demand::Demand;
+use crate::hold::Gate;
+use crate::metrics::Metrics;
+use crate::registry::{Changes, Registry};
+use crate::upstream::Agents;
+
+/// See the module.
+pub(crate) struct Context {
+    pub(crate) registry: RwLock<Registry>,
+    pub(crate) gate: Arc<Gate>,
+    pub(crate) demand: Arc<Demand>,
+    pub(crate) agents: Agents,
+    pub(crate) metrics: Arc<Metrics>,
+    pub(crate) clock: Arc<dyn Clock>,
+    /// The budget at a busy model.
+    pub(crate) queue_max: Duration,
+    /// One for each request that is being answered.
+    pub(crate) tasks: TaskTracker,
+}
+
+impl Context {
+    pub(crate) fn registry(&self) -> RwLockReadGuard<'_, Registry> {
+        self.registry.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn registry_mut(&self) -> RwLockWriteGuard<'_, Registry> {
+        self.registry.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The cluster changed: the index first, then the lines that wait for it. Both under the index's lock, so that a
+    /// model that can be resolved has a line.
+    pub(crate) fn told(&self, change: impl FnOnce(&mut Registry) -> Changes) {
+        let mut registry = self.registry_mut();
+        let changes = change(&mut registry);
+        for model in &changes.models {
+            self.gate.told(model, registry.standing(model));
+        }
+        for (model, message) in &changes.failures {
+            self.gate.load_failed(model, message);
+        }
+    }
+
+    /// Counts a request until it is dropped.
+    pub(crate) fn in_flight(&self) -> InFlight {
+        self.metrics.inflight.inc();
+        InFlight(self.metrics.clone())
+    }
+}
+
+/// A request that is counted.
+pub(crate) struct InFlight(Arc<Metrics>);
+
+impl Drop for InFlight {
+    fn drop(&mut self) {
+        self.0.inflight.dec();
+    }
+}

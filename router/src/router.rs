@@ -1,0 +1,132 @@
+//! The router as a long-running part.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures::StreamExt as _;
+use pilotlight_api::{Model, ModelNode, ModelReplica};
+use pilotlight_kit::clock::Clock;
+use pilotlight_kit::{Readiness, Stop};
+use pilotlight_store::{ClusterStore, Filter, reflect};
+use tokio::sync::watch;
+use tokio_util::task::TaskTracker;
+
+use crate::context::Context;
+use crate::demand::{Demand, Ledger};
+use crate::hold::{Bounds, Gate};
+use crate::metrics::Metrics;
+use crate::registry::Registry;
+use crate::settings::Config;
+use crate::upstream::Agents;
+
+/// What the readiness says until the first lists came.
+const STARTING: &str = "the list of models";
+
+/// The OpenAI front. Clones share everything.
+#[derive(Clone)]
+pub struct Router {
+    cx: Arc<Context>,
+    store: Arc<dyn ClusterStore>,
+    operator: String,
+    ready: Arc<watch::Sender<Readiness>>,
+}
+
+impl Router {
+    /// Makes a router that knows nothing yet; [`Router::run`] makes it learn.
+    ///
+    /// # Errors
+    /// When `registry` has metrics of these names already.
+    pub fn new(
+        config: Config,
+        store: Arc<dyn ClusterStore>,
+        clock: Arc<dyn Clock>,
+        registry: &prometheus::Registry,
+    ) -> prometheus::Result<Self> {
+        let metrics = Arc::new(Metrics::new(registry)?);
+        let bounds = Bounds { bytes_max: config.held_bytes_max.get(), queue_max: config.queue_max };
+        let cx = Context {
+            registry: Registry::default().into(),
+            gate: Gate::new(bounds, metrics.clone()),
+            demand: Demand::new(Ledger::new(format!("router-{:016x}", fastrand::u64(..)))),
+            agents: Agents::new(),
+            metrics,
+            clock,
+            queue_max: config.queue_max,
+            tasks: TaskTracker::new(),
+        };
+        let (ready, _) = watch::channel(Readiness::Starting(STARTING.into()));
+        Ok(Router { cx: Arc::new(cx), store, operator: config.operator, ready: Arc::new(ready) })
+    }
+
+    /// `/v1/*` and `/openai/v1/*`. It has no fallback of its own, so that it can be merged with others; see
+    /// [`not_found`](crate::not_found).
+    pub fn routes(&self) -> axum::Router {
+        crate::http::routes(self.cx.clone())
+    }
+
+    /// Not ready until the first list of models came, and no more once it is asked to stop.
+    pub fn readiness(&self) -> watch::Receiver<Readiness> {
+        self.ready.subscribe()
+    }
+
+    /// Follows the cluster, reports demand and lets time pass, until `stop`; then refuses what is held and what
+    /// comes, and waits for the answers that are open, until `stop` aborts.
+    ///
+    /// Dropping it half-way is safe: the router then serves what it knows.
+    pub async fn run(&self, stop: Stop) {
+        let cx = &self.cx;
+        let refused = |refused: &pilotlight_api::demand::Refused| {
+            cx.gate.wake_refused(&refused.model, &refused.message, refused.retry);
+        };
+        let background = async {
+            tokio::join!(
+                self.follow(),
+                cx.gate.keep_time(),
+                cx.demand.report_to(&cx.agents, &self.operator, refused, &stop),
+            )
+        };
+        let end = async {
+            stop.stopping().await;
+            self.ready.send_replace(Readiness::Draining);
+            cx.gate.drain();
+            cx.tasks.close();
+            tokio::select! {
+                () = cx.tasks.wait() => {}
+                () = stop.aborting() => {}
+            }
+        };
+        tokio::select! {
+            _ = background => {}
+            () = end => {}
+        }
+        // The operator should not wait five seconds to learn that nothing is open here.
+        let _best_effort = tokio::time::timeout(LAST_REPORT_MAX, cx.demand.last_report(&cx.agents, &self.operator)).await;
+    }
+
+    /// Feeds the index; never ends.
+    async fn follow(&self) {
+        let mut models = reflect::<Model>(self.store.clone(), Filter::all());
+        let mut replicas = reflect::<ModelReplica>(self.store.clone(), Filter::all());
+        let mut nodes = reflect::<ModelNode>(self.store.clone(), Filter::all());
+        loop {
+            tokio::select! {
+                Some(told) = models.next() => self.cx.told(|registry| registry.on_model(told)),
+                Some(told) = replicas.next() => self.cx.told(|registry| registry.on_replica(told)),
+                Some(told) = nodes.next() => self.cx.told(|registry| registry.on_node(told)),
+                else => return,
+            }
+            if self.cx.registry().is_complete() {
+                self.ready.send_if_modified(|ready| {
+                    let first = matches!(ready, Readiness::Starting(_));
+                    if first {
+                        *ready = Readiness::Ready;
+                    }
+                    first
+                });
+            }
+        }
+    }
+}
+
+/// In `up` the operator is stopping too, and may be gone.
+const LAST_REPORT_MAX: Duration = Duration::from_millis(500);

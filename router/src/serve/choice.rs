@@ -1,0 +1,346 @@
+//! One choice of an answer: a session, from its place in the line to its last event.
+//!
+//! ```text
+//!   enter ─► place ─► open ─► accepted ─► token … ─► done
+//!     ▲                │          │          └────► failed after the first token: an error, for a new try would
+//!     └── again ◄──────┴──────────┘                 say it twice (replay will go on from the log instead)
+//! ```
+//!
+//! What happens before an agent took the session costs nothing and is tried again for as long as the request may
+//! be held: an agent that is away, restarts, or does not know its order yet. What happens between that and the first
+//! token is tried again a bounded number of times, elsewhere if there is an elsewhere.
+
+use std::time::Duration;
+
+use pilotlight_domain::SessionId;
+use pilotlight_domain::session::{FailureCode, FinishReason, Logprobs, Retry, SessionSpec, Usage};
+use tokio::sync::mpsc;
+use tokio::time::{Instant, timeout_at};
+use tokio_util::sync::CancellationToken;
+
+use super::Job;
+use super::headers::{Cold, Served};
+use crate::demand;
+use crate::hold::{Entry, Place, Refusal};
+use crate::openai::{ApiError, Code, Dropped};
+use crate::stopwatch::Stopwatch;
+use crate::upstream::{OpenError, SessionLog, Step};
+
+/// What a choice says to the answer that it is part of.
+#[derive(Debug)]
+pub(super) struct Said {
+    pub(super) choice: usize,
+    /// With the first token, or the end if there was none.
+    pub(super) served: Option<Box<Served>>,
+    pub(super) what: What,
+}
+
+#[derive(Debug)]
+pub(super) enum What {
+    Token { text: String, logprobs: Option<Logprobs> },
+    Done { reason: FinishReason, usage: Usage },
+    Failed(ApiError),
+}
+
+/// How a try ended.
+enum Outcome {
+    Ended,
+    Fatal(ApiError),
+    /// Once more, with what to say if that is not possible.
+    Again { why: ApiError, counted: bool },
+    /// Nobody listens.
+    Deserted,
+}
+
+/// One choice.
+pub(super) struct Choice<'a> {
+    job: &'a Job,
+    index: usize,
+    spec: SessionSpec,
+    watch: Stopwatch,
+    session: demand::Session,
+    out: mpsc::Sender<Said>,
+}
+
+/// Runs one choice to its end; the last thing it says is its end. Choices but the first wait for `admitted`, so that
+/// a request holds one place in the line, however many choices it wants. Dropping it closes its session.
+pub(super) async fn run(job: &Job, index: usize, admitted: &CancellationToken, out: mpsc::Sender<Said>) {
+    if index > 0 {
+        admitted.cancelled().await;
+    }
+    let session = job.cx.demand.session(&job.model.name);
+    let watch = Stopwatch::new(job.arrived);
+    let mut choice = Choice { job, index, spec: job.spec(index), watch, session, out };
+    if let Err(error) = choice.run(admitted).await {
+        let _client_gone = choice.say(None, What::Failed(error)).await;
+    }
+}
+
+impl Choice<'_> {
+    async fn run(&mut self, admitted: &CancellationToken) -> Result<(), ApiError> {
+        let job = self.job;
+        let mut retries = 0;
+        let mut entry = Entry {
+            since: job.arrived,
+            wait_max: job.wishes.wait_max,
+            bytes: if self.index == 0 { job.bytes } else { 0 },
+            counted: self.index == 0,
+            may_hold: job.may_hold(),
+            rank: None,
+            avoid: None,
+            note: None,
+        };
+        loop {
+            let ticket = job.cx.gate.enter(&job.model.name, entry.clone());
+            self.watch.cold |= ticket.is_cold() && entry.rank.is_none();
+            entry.rank = Some(ticket.rank());
+            let place = ticket.place().await;
+            let waited = job.arrived.elapsed();
+            job.cx.metrics.held(waited, if place.is_ok() { "released" } else { "refused" });
+            let place = place.map_err(|refusal| self.refused(refusal))?;
+            admitted.cancel();
+            let outcome = self.attempt(&place).await;
+            self.session.taken(false);
+            match outcome {
+                Outcome::Ended | Outcome::Deserted => return Ok(()),
+                Outcome::Fatal(error) => return Err(error),
+                Outcome::Again { why, counted } => {
+                    retries += u32::from(counted);
+                    if retries > job.model.retries {
+                        return Err(why);
+                    }
+                    job.cx.metrics.retries.inc();
+                    tracing::debug!(request = %job.id, replica = place.replica.key.0, why = %why.message, "session tried again");
+                    entry.avoid = Some(place.replica.key.clone());
+                    entry.note = Some(why.message);
+                }
+            }
+        }
+    }
+
+    /// One session at one replica.
+    async fn attempt(&mut self, place: &Place) -> Outcome {
+        let job = self.job;
+        let now = Instant::now();
+        let wake_sent = job.cx.demand.wake_sent(&job.model.name);
+        self.watch.placed(now, wake_sent, place.accepting_since, place.replica.decide);
+        if !self.watch.cold {
+            job.cx.metrics.overhead(now.saturating_duration_since(job.arrived));
+        }
+        let held_until = job.held_until(self.watch.cold);
+        let opening = job.cx.agents.open(&place.replica.endpoint, &self.spec);
+        let mut events = match timeout_at(held_until, opening).await {
+            Ok(Ok(events)) => events,
+            Ok(Err(error)) => return self.not_opened(place, error),
+            Err(_late) => return Outcome::Fatal(job.hold_expired(self.watch.cold, None)),
+        };
+        let mut log = SessionLog::default();
+        let mut served = None;
+        // Until it is accepted it is still held; then the request's own time begins.
+        let (mut until, mut accepted, mut deadline) = (held_until, false, held_until);
+        loop {
+            let event = match timeout_at(until, events.next()).await {
+                Ok(Ok(event)) => event,
+                Err(_late) if !accepted => return Outcome::Fatal(job.hold_expired(self.watch.cold, None)),
+                Err(_late) => return Outcome::Fatal(job.timed_out(&log)),
+                Ok(Err(error)) => {
+                    place.unreachable();
+                    return broken(&log, accepted, &error.to_string());
+                }
+            };
+            match log.on(event) {
+                Step::Accepted { device, waited } => {
+                    let now = Instant::now();
+                    place.reached();
+                    self.session.taken(true);
+                    self.watch.accepted(now, waited);
+                    accepted = true;
+                    deadline = now + job.model.request_timeout;
+                    until = job.model.first_token_timeout.map_or(deadline, |t| deadline.min(now + t));
+                    served = Some(Box::new(Served { device, queued: self.watch.queued(), cold: None }));
+                }
+                Step::Forward { text, logprobs } => {
+                    until = deadline;
+                    let first = served.take().map(|served| self.first_token(served, place));
+                    if self.say(first, What::Token { text, logprobs }).await.is_err() {
+                        return Outcome::Deserted;
+                    }
+                }
+                Step::Dropped => job.cx.metrics.tokens_dropped.inc(),
+                Step::Moved => {}
+                Step::Done { reason, usage } => {
+                    let first = served.take().map(|served| self.first_token(served, place));
+                    let said = self.say(first, What::Done { reason, usage }).await;
+                    return if said.is_ok() { Outcome::Ended } else { Outcome::Deserted };
+                }
+                Step::Failed { code, message, retry } => return self.failed(place, &log, code, message, retry),
+                Step::Broken(what) => {
+                    place.unreachable();
+                    return broken(&log, true, what);
+                }
+            }
+        }
+    }
+
+    /// The first token is here: what the headers say, and what is counted.
+    fn first_token(&self, mut served: Box<Served>, place: &Place) -> Box<Served> {
+        if self.watch.cold {
+            let phases = self.watch.phases(Instant::now());
+            served.cold = Some(Cold { path: place.replica.path.clone(), phases });
+            if self.index == 0 {
+                self.job.cold_start_ended(place, &phases);
+            }
+        }
+        served
+    }
+
+    async fn say(&self, served: Option<Box<Served>>, what: What) -> Result<(), mpsc::error::SendError<Said>> {
+        self.out.send(Said { choice: self.index, served, what }).await
+    }
+
+    /// The queue gave no place.
+    fn refused(&self, refusal: Refusal) -> ApiError {
+        let job = self.job;
+        let name = &job.request.model;
+        let (code, dropped, message) = match refusal {
+            Refusal::Full { held } => {
+                (Code::QueueFull, Dropped::QueueFull, format!("{held} requests wait for `{name}` already"))
+            }
+            Refusal::Bytes => {
+                let message = "the requests that wait take all the memory that is meant for them; send it again later";
+                (Code::QueueFull, Dropped::QueueBytes, message.into())
+            }
+            Refusal::Expired { cold, note } => return job.hold_expired(cold, note),
+            Refusal::Rejected => {
+                job.cx.demand.knock(&job.model.name);
+                let message = format!("`{name}` is not ready and this request may not wait; it is being woken");
+                (Code::NoCapacity, Dropped::Rejected, message)
+            }
+            Refusal::Failed(why) => {
+                // The operator may try again; whoever asks next may be lucky.
+                job.cx.demand.knock(&job.model.name);
+                (Code::NoCapacity, Dropped::NoCapacity, format!("`{name}` cannot be loaded: {why}"))
+            }
+            Refusal::Suspended => {
+                (Code::Suspended, Dropped::Suspended, format!("`{name}` is suspended by its spec"))
+            }
+            Refusal::Gone => return ApiError::unknown_model(name),
+            Refusal::Draining => {
+                (Code::Draining, Dropped::Draining, "this router is shutting down; send it again".into())
+            }
+        };
+        job.unavailable(code, message).dropped(dropped)
+    }
+
+    /// A session could not be opened: nothing has happened yet.
+    fn not_opened(&self, place: &Place, error: OpenError) -> Outcome {
+        match error {
+            OpenError::Failed { status, code, message, retry } => {
+                tracing::debug!(request = %self.job.id, %status, ?code, message, "agent refused a session");
+                self.failed(place, &SessionLog::default(), code, message, retry)
+            }
+            OpenError::Unreachable { .. } => {
+                place.unreachable();
+                Outcome::Again { why: ApiError::new(Code::UpstreamFailed, error.to_string()), counted: false }
+            }
+            OpenError::Strange { .. } => {
+                place.unreachable();
+                Outcome::Again { why: ApiError::new(Code::UpstreamFailed, error.to_string()), counted: true }
+            }
+        }
+    }
+
+    /// The agent said that the session failed.
+    fn failed(&self, place: &Place, log: &SessionLog, code: FailureCode, message: String, retry: Retry) -> Outcome {
+        let job = self.job;
+        match code {
+            FailureCode::ContextLengthExceeded => {
+                let error = ApiError::new(Code::ContextLengthExceeded, message);
+                return Outcome::Fatal(ApiError { param: Some(job.request.prompt_param().into()), ..error });
+            }
+            FailureCode::BadRequest => return Outcome::Fatal(ApiError::new(Code::BadRequest, message)),
+            _ if log.has_begun() => return Outcome::Fatal(ApiError::new(Code::UpstreamFailed, message)),
+            _ => {}
+        }
+        let why = match code {
+            FailureCode::LoadFailed => job
+                .unavailable(Code::NoCapacity, format!("`{}` cannot be loaded: {message}", job.request.model))
+                .dropped(Dropped::NoCapacity),
+            FailureCode::NoCapacity => job.unavailable(Code::NoCapacity, message).dropped(Dropped::NoCapacity),
+            FailureCode::Draining => job.unavailable(Code::Draining, message).dropped(Dropped::Draining),
+            _ => ApiError::new(Code::UpstreamFailed, message),
+        };
+        match (code, retry) {
+            // The order is not there yet, or not any more: the cluster will tell.
+            (FailureCode::UnknownModel | FailureCode::Draining, _) => {
+                place.unreachable();
+                Outcome::Again { why, counted: false }
+            }
+            (_, Retry::No) => Outcome::Fatal(why),
+            (FailureCode::LoadFailed, Retry::Elsewhere) if !job.has_other_replica(place) => Outcome::Fatal(why),
+            (FailureCode::WorkerLost, Retry::Elsewhere) => Outcome::Again { why, counted: true },
+            (_, Retry::Elsewhere) => {
+                place.unreachable();
+                Outcome::Again { why, counted: true }
+            }
+        }
+    }
+}
+
+/// The stream broke.
+fn broken(log: &SessionLog, accepted: bool, why: &str) -> Outcome {
+    let why = ApiError::new(Code::UpstreamFailed, format!("the session was lost: {why}"));
+    if log.has_begun() { Outcome::Fatal(why) } else { Outcome::Again { why, counted: accepted } }
+}
+
+impl Job {
+    /// The session of one choice.
+    fn spec(&self, index: usize) -> SessionSpec {
+        let (input, sampling) = self.request.choice(index);
+        let id = match index {
+            0 => self.id.clone(),
+            n => format!("{}.{n}", self.id).parse().unwrap_or_else(|_| -> SessionId { self.id.clone() }),
+        };
+        SessionSpec {
+            id,
+            model: self.model.name.clone(),
+            epoch: 0,
+            input: input.clone(),
+            generated: Vec::new(),
+            sampling,
+        }
+    }
+
+    /// How long a session that was opened may still wait at its agent.
+    fn held_until(&self, cold: bool) -> Instant {
+        let budget = if cold { self.model.terms.hold_max } else { self.cx.queue_max };
+        // A try after a failure starts late in the budget, but gets a little time.
+        let least = Instant::now() + Duration::from_secs(1);
+        let until = self.arrived + self.wishes.wait_max.map_or(budget, |max| max.min(budget));
+        if self.wishes.wait_max.is_some() { until } else { until.max(least) }
+    }
+
+    /// A 503 with the time after which it is worth trying again.
+    fn unavailable(&self, code: Code, message: String) -> ApiError {
+        let left = self.model.estimate.unwrap_or(1.0) - self.arrived.elapsed().as_secs_f64();
+        ApiError::new(code, message).retry_after(left, fastrand::f64())
+    }
+
+    fn hold_expired(&self, cold: bool, note: Option<String>) -> ApiError {
+        let waited = self.arrived.elapsed().as_secs_f64();
+        let what = if cold { "was not loaded" } else { "had no place" };
+        let note = note.map(|note| format!(": {note}")).unwrap_or_default();
+        let message = format!("`{}` {what} within {waited:.1} s{note}", self.request.model);
+        self.unavailable(Code::HoldExpired, message).dropped(Dropped::HoldExpired)
+    }
+
+    fn timed_out(&self, log: &SessionLog) -> ApiError {
+        let what = if log.has_begun() { "the answer" } else { "the first token" };
+        ApiError::new(Code::Timeout, format!("{what} took longer than the model's time-out"))
+    }
+
+    fn has_other_replica(&self, place: &Place) -> bool {
+        let standing = self.cx.registry().standing(&self.model.name);
+        standing.is_some_and(|s| s.replicas.iter().any(|r| r.key != place.replica.key))
+    }
+}

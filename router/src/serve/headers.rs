@@ -1,0 +1,153 @@
+//! Headers in and out.
+
+use std::time::Duration;
+
+use axum::http::{HeaderMap, HeaderName, HeaderValue};
+use pilotlight_domain::{Phase, Phases, SessionId};
+
+use crate::openai::ApiError;
+
+pub(crate) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+const MAX_WAIT_MS: HeaderName = HeaderName::from_static("x-pilotlight-max-wait-ms");
+const COLD_START: HeaderName = HeaderName::from_static("x-pilotlight-cold-start");
+const SERVED_BY: HeaderName = HeaderName::from_static("x-pilotlight-served-by");
+const QUEUE_MS: HeaderName = HeaderName::from_static("x-pilotlight-queue-ms");
+
+/// Further choices add `.127` at most.
+const REQUEST_ID_CHARS_MAX: usize = 124;
+
+/// The client's request id if it can be a session's id, else a new one.
+pub(crate) fn request_id(headers: &HeaderMap) -> SessionId {
+    let given = headers.get(REQUEST_ID).and_then(|value| value.to_str().ok());
+    let given = given.filter(|text| text.len() <= REQUEST_ID_CHARS_MAX).and_then(|text| text.parse().ok());
+    given.unwrap_or_else(|| {
+        let made = format!("{:032x}", fastrand::u128(..));
+        made.parse().expect("hexadecimal digits are a session id")
+    })
+}
+
+/// What a caller asks for beside the body.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Wishes {
+    /// Shorter than the Model's budgets.
+    pub(crate) wait_max: Option<Duration>,
+    /// Overrides the Model's cold-start policy.
+    pub(crate) hold: Option<bool>,
+}
+
+impl Wishes {
+    pub(crate) fn read(headers: &HeaderMap) -> Result<Self, ApiError> {
+        let text = |name: &HeaderName| -> Result<Option<&str>, ApiError> {
+            let refused = |_| ApiError::bad(name.as_str(), format!("the header `{name}` is not text"));
+            headers.get(name).map(|value| value.to_str().map(str::trim).map_err(refused)).transpose()
+        };
+        let wait_max = match text(&MAX_WAIT_MS)? {
+            None => None,
+            Some(ms) => Some(Duration::from_millis(ms.parse().map_err(|_| {
+                ApiError::bad(MAX_WAIT_MS.as_str(), format!("the header `{MAX_WAIT_MS}` is not a number of milliseconds"))
+            })?)),
+        };
+        let hold = match text(&COLD_START)? {
+            None => None,
+            // Whether the CPU serves is decided where the devices are.
+            Some("hold" | "cpu") => Some(true),
+            Some("reject") => Some(false),
+            Some(_) => {
+                let message = format!("the header `{COLD_START}` is not hold, reject or cpu");
+                return Err(ApiError::bad(COLD_START.as_str(), message));
+            }
+        };
+        Ok(Wishes { wait_max, hold })
+    }
+}
+
+/// What an answer tells of how it came about.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Served {
+    /// `cpu`, `sim`, `gpu0`.
+    pub(crate) device: String,
+    pub(crate) queued: Duration,
+    pub(crate) cold: Option<Cold>,
+}
+
+/// A cold start as its client sees it.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Cold {
+    /// The tier that it started from.
+    pub(crate) path: String,
+    pub(crate) phases: Phases,
+}
+
+impl Served {
+    /// `cpu`, `sim` or `gpu`: which one of them is nobody's business.
+    pub(crate) fn kind(&self) -> &str {
+        self.device.trim_end_matches(|c: char| c.is_ascii_digit())
+    }
+
+    pub(crate) fn write(&self, headers: &mut HeaderMap) {
+        headers.insert(QUEUE_MS, HeaderValue::from(u64::try_from(self.queued.as_millis()).unwrap_or(u64::MAX)));
+        if let Ok(kind) = HeaderValue::from_str(self.kind()) {
+            headers.insert(SERVED_BY, kind);
+        }
+        if let Some(Ok(value)) = self.cold.as_ref().map(|cold| HeaderValue::from_str(&cold.header())) {
+            headers.insert(COLD_START, value);
+        }
+    }
+}
+
+impl Cold {
+    /// `disk; seconds=0.750000; hold=0.010000; …`: the tier, the total, and its partition.
+    fn header(&self) -> String {
+        use std::fmt::Write as _;
+        let path = if self.path.is_empty() { "unknown" } else { &self.path };
+        let mut text = format!("{path}; seconds={:.6}", self.phases.total());
+        for phase in Phase::ALL {
+            let _infallible = write!(text, "; {}={:.6}", phase.as_str(), self.phases.get(phase));
+        }
+        text
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn headers(list: &[(&'static str, &str)]) -> HeaderMap {
+        list.iter().map(|(k, v)| (HeaderName::from_static(k), HeaderValue::from_str(v).unwrap())).collect()
+    }
+
+    #[test]
+    fn a_good_request_id_is_kept_and_a_bad_one_replaced() {
+        assert_eq!(request_id(&headers(&[("x-request-id", "req-1")])).as_str(), "req-1");
+        for bad in ["", "a b", "a/b", &"x".repeat(125)] {
+            let made = request_id(&headers(&[("x-request-id", bad)]));
+            assert_eq!(made.as_str().len(), 32, "{bad}");
+        }
+    }
+
+    #[test]
+    fn wishes_are_read_or_refused_by_name() {
+        let wishes = Wishes::read(&headers(&[("x-pilotlight-max-wait-ms", "250"), ("x-pilotlight-cold-start", "reject")]));
+        assert_eq!(wishes, Ok(Wishes { wait_max: Some(Duration::from_millis(250)), hold: Some(false) }));
+        for (name, value) in
+            [("x-pilotlight-max-wait-ms", "-1"), ("x-pilotlight-max-wait-ms", "soon"), ("x-pilotlight-cold-start", "x")]
+        {
+            assert_eq!(Wishes::read(&headers(&[(name, value)])).unwrap_err().param.as_deref(), Some(name));
+        }
+    }
+
+    #[test]
+    fn a_cold_start_is_told_with_its_partition() {
+        let cold = Cold { path: "disk".into(), phases: Phases { hold: 0.25, read: 0.5, ..Phases::default() } };
+        let served = Served { device: "gpu0".into(), queued: Duration::from_millis(12), cold: Some(cold) };
+        let mut headers = HeaderMap::new();
+        served.write(&mut headers);
+        assert_eq!(headers["x-pilotlight-served-by"], "gpu");
+        assert_eq!(headers["x-pilotlight-queue-ms"], "12");
+        assert_eq!(
+            headers["x-pilotlight-cold-start"],
+            "disk; seconds=0.750000; hold=0.250000; decide=0.000000; order=0.000000; fetch=0.000000; \
+             read=0.500000; copy=0.000000; warm=0.000000; prefill=0.000000"
+        );
+    }
+}

@@ -1,0 +1,228 @@
+//! Answering one request, from its body to its last byte.
+//!
+//! A task of its own drives the answer; the HTTP side waits for its head and then reads its body. Either side learns
+//! at once that the other is gone: a client that leaves drops the body, which ends the task, which closes the
+//! sessions.
+//!
+//! It deliberately does **not** replay yet: a session that is lost after its first token ends in an error event.
+
+mod body;
+mod choice;
+mod client;
+mod headers;
+
+use std::sync::Arc;
+
+use axum::body::Body;
+use axum::extract::Request as HttpRequest;
+use axum::http::{HeaderValue, Response, header};
+use axum::response::IntoResponse as _;
+use bytes::Bytes;
+use futures::StreamExt as _;
+use futures::stream::FuturesUnordered;
+use pilotlight_api::model::{ColdStartPolicy, ColdStartReport};
+use pilotlight_domain::{Phases, SessionId, Timestamp};
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+use self::body::LeasedBody;
+use self::client::{Answer, Client};
+use self::headers::Wishes;
+pub(crate) use self::headers::{REQUEST_ID, request_id};
+use crate::context::{Context, InFlight};
+use crate::hold::Place;
+use crate::openai::response::Envelope;
+use crate::openai::{ApiError, Code, Dropped, Request, Task, read};
+use crate::registry::ModelView;
+use crate::demand;
+
+/// Said by the choices and not yet written: a few tokens of each.
+const SAID_MAX: usize = 16;
+/// Bodies from here on are parsed aside: 256 KiB take about half a millisecond.
+const PARSE_ASIDE_BYTES: usize = 256 << 10;
+
+/// One request with everything that its answer needs.
+pub(crate) struct Job {
+    cx: Arc<Context>,
+    id: SessionId,
+    request: Request,
+    model: Arc<ModelView>,
+    wishes: Wishes,
+    arrived: Instant,
+    arrived_at: Timestamp,
+    /// Of the body.
+    bytes: u64,
+}
+
+/// What an answer keeps until its last byte has left.
+struct Lease {
+    _body: demand::Body,
+    _inflight: InFlight,
+}
+
+/// Answers a chat or completion request. Dropping it half-way ends everything that was begun for it.
+pub(crate) async fn answer(cx: Arc<Context>, task: Task, request: HttpRequest) -> Response<Body> {
+    let arrived = Instant::now();
+    let (parts, body) = request.into_parts();
+    let id = request_id(&parts.headers);
+    let read = async {
+        let wishes = Wishes::read(&parts.headers)?;
+        let bytes = body::read(&parts.headers, body).await?;
+        let size = bytes.len() as u64;
+        Ok((wishes, size, parse(task, bytes).await?))
+    };
+    let mut response = match read.await {
+        Ok((wishes, bytes, request)) => match resolve(&cx, &request) {
+            Ok(model) => {
+                let arrived_at = cx.clock.now();
+                let job = Job { cx, id: id.clone(), request, model, wishes, arrived, arrived_at, bytes };
+                serve(job).await
+            }
+            Err(error) => refuse(&cx, task, error),
+        },
+        Err(error) => refuse(&cx, task, error),
+    };
+    if let Ok(id) = HeaderValue::from_str(id.as_str()) {
+        response.headers_mut().insert(REQUEST_ID, id);
+    }
+    response
+}
+
+async fn parse(task: Task, bytes: Bytes) -> Result<Request, ApiError> {
+    let seed = fastrand::u64(..);
+    if bytes.len() < PARSE_ASIDE_BYTES {
+        return read::read(task, &bytes, seed);
+    }
+    let parsed = tokio::task::spawn_blocking(move || read::read(task, &bytes, seed)).await;
+    parsed.unwrap_or_else(|_| Err(ApiError::new(Code::BadRequest, "the body could not be parsed")))
+}
+
+/// The model that is meant, or why not; decided before any queue.
+fn resolve(cx: &Context, request: &Request) -> Result<Arc<ModelView>, ApiError> {
+    let registry = cx.registry();
+    let Some(model) = registry.resolve(&request.model) else {
+        if !registry.is_complete() {
+            let error = ApiError::new(Code::NoCapacity, "this router has not read the list of models yet");
+            return Err(error.retry_after(0.0, 0.0));
+        }
+        return Err(ApiError::unknown_model(&request.model));
+    };
+    if !model.takes(request.task) {
+        let message = format!("the model `{}` is not for {} requests", request.model, request.task.as_str());
+        return Err(ApiError { param: Some("model".into()), ..ApiError::new(Code::TaskUnsupported, message) });
+    }
+    Ok(model)
+}
+
+/// An error before there was anything to serve.
+fn refuse(cx: &Context, task: Task, error: ApiError) -> Response<Body> {
+    cx.metrics.request(None, task.as_str(), error.code.status().as_u16(), "refused");
+    error.into_response()
+}
+
+async fn serve(job: Job) -> Response<Body> {
+    let cx = job.cx.clone();
+    let lease = Arc::new(Lease { _body: cx.demand.body(&job.model.name), _inflight: cx.in_flight() });
+    let stream = job.request.stream;
+    let (reply, answer) = oneshot::channel();
+    cx.tasks.spawn(drive(job, reply, lease.clone()));
+    let (head, body) = match answer.await {
+        Ok(Answer::Whole(head, bytes)) => (head, LeasedBody::whole(Bytes::from(bytes), lease)),
+        Ok(Answer::Stream(head, pieces)) => (head, LeasedBody::stream(pieces, lease)),
+        Ok(Answer::Refused(error)) => return error.into_response(),
+        // The process is being torn down.
+        Err(_) => return ApiError::new(Code::Draining, "this router is shutting down").into_response(),
+    };
+    let mut response = Response::new(Body::new(body));
+    let headers = response.headers_mut();
+    if stream {
+        headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8"));
+        headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+        // Proxies that gather small pieces would hide the stream.
+        headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
+    } else {
+        headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    }
+    if let Some(served) = head {
+        served.write(headers);
+    }
+    response
+}
+
+/// Runs a request's choices and writes what they say. Holds the lease as long as it works.
+async fn drive(job: Job, reply: oneshot::Sender<Answer>, _lease: Arc<Lease>) {
+    let admitted = CancellationToken::new();
+    let (out, mut said) = mpsc::channel(SAID_MAX);
+    let running = (0..job.request.choices()).map(|i| choice::run(&job, i, &admitted, out.clone()));
+    let mut running: FuturesUnordered<_> = running.collect();
+    drop(out);
+    let mut client = Client::new(&job, reply);
+    let mut next_beat = job.model.heartbeat.filter(|_| job.request.stream).map(|beat| job.arrived + beat);
+    loop {
+        tokio::select! {
+            biased;
+            () = client.gone() => {
+                client.lost();
+                return;
+            }
+            said = said.recv() => match said {
+                Some(said) => {
+                    next_beat = next_beat.filter(|_| said.served.is_none());
+                    if !client.take(said).await {
+                        return;
+                    }
+                }
+                None => {
+                    client.finish().await;
+                    return;
+                }
+            },
+            Some(()) = running.next() => {}
+            () = tokio::time::sleep_until(next_beat.unwrap_or(job.arrived)), if next_beat.is_some() => {
+                next_beat = next_beat.zip(job.model.heartbeat).map(|(at, beat)| at + beat);
+                client.heartbeat(job.cx.gate.state(&job.model.name)).await;
+            }
+        }
+    }
+}
+
+impl Job {
+    /// What every object of the answer repeats.
+    fn envelope(&self) -> Envelope {
+        let prefix = match self.request.task {
+            Task::Chat => "chatcmpl",
+            Task::Completion => "cmpl",
+        };
+        Envelope {
+            task: self.request.task,
+            id: format!("{prefix}-{}", self.id),
+            created: self.arrived_at.as_micros() / 1_000_000,
+            model: self.request.model.clone(),
+            include_usage: self.request.include_usage,
+            top_logprobs: self.request.sampling.logprobs.unwrap_or(0) as usize,
+        }
+    }
+
+    fn may_hold(&self) -> bool {
+        self.wishes.hold.unwrap_or(self.model.policy == ColdStartPolicy::Hold)
+    }
+
+    /// The load's expected rest, for heartbeats.
+    fn remaining(&self) -> Option<f64> {
+        self.model.estimate.map(|estimate| (estimate - self.arrived.elapsed().as_secs_f64()).max(0.0))
+    }
+
+    fn cold_start_ended(&self, place: &Place, phases: &Phases) {
+        let path = &place.replica.path;
+        self.cx.metrics.cold_start(&self.model.name, path, phases, self.model.estimate);
+        let report = ColdStartReport {
+            started_at: pilotlight_kit::clock::rfc3339(self.arrived_at),
+            path: path.clone(),
+            total_seconds: phases.total(),
+            estimate_seconds: self.model.estimate.unwrap_or(0.0),
+            phases: *phases,
+        };
+        self.cx.demand.cold_start(&self.model.name, place.accepting_since, report);
+    }
+}
