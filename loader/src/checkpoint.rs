@@ -279,6 +279,12 @@ impl Checkpoint {
             .to_owned()
     }
 
+    /// The length of another regular file of the folder; none for folders, hidden files and links that lead out.
+    pub(crate) fn other_file(&self, name: &str) -> Option<ByteCount> {
+        let folder = Folder::open(&self.folder).ok()?;
+        locate(&folder, name, "the folder").ok().map(|(_, bytes)| ByteCount::new(bytes))
+    }
+
     /// How many chunks of `chunk_bytes` hold it; every file begins a chunk of its own.
     pub fn chunks(&self, chunk_bytes: ByteCount) -> u64 {
         self.files.iter().map(|f| f.bytes.div_ceil(chunk_bytes)).sum()

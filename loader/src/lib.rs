@@ -13,9 +13,13 @@
 //! It deliberately knows no async runtime, no HTTP and no cluster: named threads and callbacks only. What a tensor means
 //! is the engine's business.
 
+pub mod bench;
 pub mod cancel;
 pub mod checkpoint;
 pub mod checksum;
+pub mod convert;
+pub mod device;
+pub mod inspect;
 pub mod layout;
 pub mod load;
 pub mod manifest;
@@ -24,6 +28,7 @@ pub mod pipeline;
 pub mod pool;
 pub mod readers;
 pub mod safetensors;
+pub mod verify;
 
 pub use cancel::{CancelFlag, Progress};
 pub use checkpoint::{Checkpoint, CheckpointError};

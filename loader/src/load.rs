@@ -34,8 +34,9 @@ mod plan;
 #[cfg(test)]
 mod tests;
 
+use plan::Keep;
 pub use plan::{FileLayout, layout};
-use plan::{Keep, jobs};
+pub(crate) use plan::{jobs, judge};
 
 /// How long the disk may give nothing, unless chosen otherwise: longer than any healthy disk's worst queue.
 pub const STALL: Duration = Duration::from_secs(30);
@@ -241,22 +242,23 @@ impl Load {
             let buffers = Buffers { chunks, register };
             readers::open(options.reader, files, options.depth, &buffers)
         };
-        Self::start_with(pool, checkpoint, chunks, options, open, on_progress, on_end)
+        Self::start_with(pool, checkpoint, chunks, options, CancelFlag::new(), open, on_progress, on_end)
     }
 
-    /// With a reader of one's own.
+    /// With a flag and a reader of one's own.
+    #[expect(clippy::too_many_arguments, reason = "each is one thing a load needs; two are callbacks")]
     pub(crate) fn start_with(
         pool: &Arc<HostPool>,
         checkpoint: &Checkpoint,
         chunks: Vec<FreeChunk>,
         options: LoadOptions,
+        cancel: CancelFlag,
         open: impl FnOnce(Arc<[OpenFile]>, bool, &[FreeChunk]) -> Result<Box<dyn Reader>, ReaderError>
         + Send
         + 'static,
         on_progress: impl FnMut(LoadProgress) + Send + 'static,
         on_end: impl FnOnce(Outcome) + Send + 'static,
     ) -> LoadHandle {
-        let cancel = CancelFlag::new();
         let work = Work {
             checkpoint: checkpoint.clone(),
             pool: Arc::clone(pool),
@@ -284,19 +286,23 @@ impl Load {
         }
     }
 
-    /// Loads on this thread's time, for commands and tests.
-    pub fn run(
+    /// Loads and waits, for commands and measurements. The flag cancels.
+    pub fn run_until(
         pool: &Arc<HostPool>,
         checkpoint: &Checkpoint,
         chunks: Vec<FreeChunk>,
         options: LoadOptions,
-        on_progress: impl FnMut(LoadProgress) + Send + 'static,
+        cancel: &CancelFlag,
     ) -> Outcome {
         let (sender, receiver) = std::sync::mpsc::sync_channel(1);
         let on_end = move |outcome| {
             sender.send(outcome).ok();
         };
-        let handle = Load::start(pool, checkpoint, chunks, options, on_progress, on_end);
+        let open = move |files, register, chunks: &[FreeChunk]| {
+            readers::open(options.reader, files, options.depth, &Buffers { chunks, register })
+        };
+        let handle =
+            Load::start_with(pool, checkpoint, chunks, options, cancel.clone(), open, |_| (), on_end);
         let outcome = receiver.recv().unwrap_or(Outcome::Failed(LoadError::Panicked));
         handle.join();
         outcome
@@ -352,8 +358,7 @@ impl Work {
             hash_threads: self.options.hash_threads,
         };
         let mut sink = Keep::new(&self.checkpoint, &jobs, chunk_bytes, on_progress);
-        let mut pipeline =
-            Pipeline::new(files, &jobs, chunks, reader, limits).map_err(LoadError::Threads)?;
+        let mut pipeline = Pipeline::new(files, &jobs, chunks, reader, limits).map_err(LoadError::Threads)?;
         // Small files, 20 ms of hashing for a large tokenizer: beside the reads, not after them.
         let (end, others) = std::thread::scope(|scope| {
             let others = scope.spawn(|| check_other_files(&self.checkpoint, &self.cancel));

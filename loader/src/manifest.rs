@@ -44,6 +44,8 @@ pub const FILE_NAME: &str = "manifest.json";
 /// Chunk size unless chosen otherwise: four reads of 2 MiB, four huge pages, and a 140 GB model stays under the kernel's
 /// 65,530 mappings by a factor of three.
 pub const CHUNK_BYTES: ByteCount = ByteCount::from_mib(8);
+/// The largest chunk: a reader of any checkpoint needs a few of them.
+pub const CHUNK_BYTES_MAX: u64 = 256 << 20;
 /// The largest manifest that is read: 100,000 tensors at 300 bytes and as many chunks stay far below it.
 pub const BYTES_MAX: u64 = 256 << 20;
 

@@ -80,7 +80,9 @@ pub enum Fault {
         source: io::Error,
     },
     /// The file is shorter than it was.
-    #[error("{path:?} ends at byte {offset}, {expected} were expected; it is truncated or being written: stage the model again")]
+    #[error(
+        "{path:?} ends at byte {offset}, {expected} were expected; it is truncated or being written: stage the model again"
+    )]
     Truncated {
         /// Which file.
         path: PathBuf,
@@ -90,7 +92,9 @@ pub enum Fault {
         expected: u64,
     },
     /// Bytes that are not those that were written.
-    #[error("{path:?} is damaged: chunk {chunk} (bytes {offset} to {end}) has checksum {found} instead of {expected}{tensors}; stage the model again")]
+    #[error(
+        "{path:?} is damaged: chunk {chunk} (bytes {offset} to {end}) has checksum {found} instead of {expected}{tensors}; stage the model again"
+    )]
     Checksum {
         /// Which file.
         path: PathBuf,
@@ -328,8 +332,9 @@ impl<'a> Pipeline<'a> {
                 Ok(())
             }
             other => {
-                let source =
-                    other.err().unwrap_or_else(|| io::Error::other("the disk gives only parts, again and again"));
+                let source = other
+                    .err()
+                    .unwrap_or_else(|| io::Error::other("the disk gives only parts, again and again"));
                 let len = ByteCount::new((wanted - read.skip.min(wanted)) as u64);
                 let offset = read.offset + read.skip as u64;
                 let fault = Fault::Read { path: file.path().into(), offset, len, source };
@@ -361,7 +366,7 @@ impl<'a> Pipeline<'a> {
                 self.hashers.submit(HashJob { job, chunk, len: self.jobs[job].len });
                 Ok(())
             }
-            None => self.to_sink(job, chunk, None, sink),
+            None => self.hand_over(job, chunk, None, sink),
         }
     }
 
@@ -372,10 +377,10 @@ impl<'a> Pipeline<'a> {
     }
 
     fn hashed(&mut self, done: hash::Hashed, sink: &mut dyn Sink) -> Result<(), Fault> {
-        self.to_sink(done.job, done.chunk, Some(done.checksum), sink)
+        self.hand_over(done.job, done.chunk, Some(done.checksum), sink)
     }
 
-    fn to_sink(
+    fn hand_over(
         &mut self,
         job: usize,
         chunk: Filling,

@@ -113,7 +113,9 @@ pub trait Reader: Send {
 #[derive(Debug, thiserror::Error)]
 pub enum ReaderError {
     /// Rings are refused.
-    #[error("io_uring was refused: often seccomp, a container's profile or kernel.io_uring_disabled; use `--reader pread`")]
+    #[error(
+        "io_uring was refused: often seccomp, a container's profile or kernel.io_uring_disabled; use `--reader pread`"
+    )]
     UringRefused(#[source] io::Error),
     /// No threads.
     #[error("start reader threads")]

@@ -35,11 +35,7 @@ pub fn layout(
     Ok(checkpoint.files().iter().map(file).collect())
 }
 
-pub(super) fn check(
-    checkpoint: &Checkpoint,
-    chunk_bytes: ByteCount,
-    given: usize,
-) -> Result<(), LoadError> {
+pub(super) fn check(checkpoint: &Checkpoint, chunk_bytes: ByteCount, given: usize) -> Result<(), LoadError> {
     if let Some(manifest) = checkpoint.manifest()
         && manifest.chunk_bytes != chunk_bytes
     {
@@ -59,12 +55,7 @@ pub(crate) fn jobs(checkpoint: &Checkpoint, chunk_bytes: ByteCount) -> Vec<Job> 
         let mut offset = 0;
         while offset < file.bytes.get() {
             let len = (file.bytes.get() - offset).min(chunk_bytes.get());
-            jobs.push(Job {
-                file: i as u32,
-                offset,
-                len: len as usize,
-                hash: !file.checksums.is_empty(),
-            });
+            jobs.push(Job { file: i as u32, offset, len: len as usize, hash: !file.checksums.is_empty() });
             offset += len;
         }
     }
@@ -88,7 +79,8 @@ pub(crate) fn judge(
     }
     let end = job.offset + job.len as u64;
     let tensors = tensors_in(checkpoint, job.file as usize, job.offset, end);
-    let tensors = if tensors.is_empty() { String::new() } else { format!(", in tensor {}", tensors.join(", ")) };
+    let tensors =
+        if tensors.is_empty() { String::new() } else { format!(", in tensor {}", tensors.join(", ")) };
     let (path, offset) = (file.path.clone(), job.offset);
     Err(Fault::Checksum { path, chunk, offset, end, found, expected, tensors })
 }

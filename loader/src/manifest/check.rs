@@ -4,16 +4,10 @@ use std::collections::{BTreeMap, HashSet};
 
 use super::{Manifest, ManifestError, field_error};
 
-/// Chunks are whole pages; above 1 GiB a chunk is no longer a piece.
-const CHUNK_BYTES_MAX: u64 = 1 << 30;
-
 pub(super) fn check(m: &Manifest) -> Result<(), ManifestError> {
     let chunk = m.chunk_bytes.get();
-    if chunk == 0 || !chunk.is_multiple_of(4096) || chunk > CHUNK_BYTES_MAX {
-        return Err(field_error(
-            "chunk_bytes",
-            &format!("{chunk} is not a multiple of 4096 between 4096 and 1 GiB"),
-        ));
+    if chunk == 0 || !chunk.is_multiple_of(4096) || chunk > super::CHUNK_BYTES_MAX {
+        return Err(field_error("chunk_bytes", &format!("{chunk} is not a multiple of 4096 up to 256 MiB")));
     }
     names(m)?;
     let mut total = 0u64;

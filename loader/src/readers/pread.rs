@@ -61,7 +61,8 @@ fn work(shared: &Shared, results: &SyncSender<Done>) {
         };
         drop(queue);
         let from = read.offset + read.skip as u64;
-        let result = match (shared.files.get(read.file as usize), read.block.bytes_mut().get_mut(read.skip..)) {
+        let result = match (shared.files.get(read.file as usize), read.block.bytes_mut().get_mut(read.skip..))
+        {
             (Some(file), Some(buffer)) => file.read_at(buffer, from),
             _ => Err(io::Error::from(io::ErrorKind::InvalidInput)),
         };
