@@ -7,11 +7,20 @@
 //! `serde` data.
 #![forbid(unsafe_code)]
 
+pub mod audit;
+pub mod estimate;
 pub mod ids;
 pub mod phases;
+pub mod plan;
+pub mod replica;
+pub mod scale;
 pub mod session;
 pub mod tier;
 pub mod units;
+pub mod view;
+
+#[cfg(test)]
+mod world;
 
 pub use ids::{Digest, Generation, ModelName, NodeName, SessionId};
 pub use phases::{Phase, Phases};

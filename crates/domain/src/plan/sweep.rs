@@ -1,0 +1,224 @@
+//! What stands: what cannot stay, how many should serve, and letting go what is too much.
+
+use super::draft::{Draft, Known, Need, earlier};
+use super::{NoRoom, Outlook, Unplaced};
+use crate::replica::Replica;
+use crate::scale::{Serving, Wanted, Why, wanted};
+use crate::view::{Hold, ModelEntry, NodeState, Placed, Slot};
+use crate::{ModelName, Timestamp};
+
+/// What the first pass found.
+pub(super) struct Swept<'v> {
+    pub(super) need: Option<Need<'v>>,
+    /// Whether the copies are not what they should be.
+    pub(super) check_copies: bool,
+    pub(super) outlook: Option<usize>,
+}
+
+/// A serving replica's place in the world.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Part {
+    /// It stays.
+    Stays,
+    /// Its node must be left.
+    Leaves,
+    /// It failed.
+    Failed,
+}
+
+impl<'v> Draft<'v> {
+    /// Orders without a Model are withdrawn: the store's garbage collection does the same, later.
+    pub(super) fn sweep_orphan(&mut self, name: &'v ModelName, entry: &'v ModelEntry) {
+        for (slot, placed) in entry.replicas() {
+            self.withdraw(name, slot, placed.claim(None), "its Model is gone".into());
+        }
+    }
+
+    pub(super) fn sweep(&mut self, model: Known<'v>) -> Swept<'v> {
+        let Known { name, entry, facts } = model;
+        self.sweep_impossible(model);
+        let serving = self.serving(model);
+        let wanted = wanted(facts, &entry.demand, serving, self.now);
+        let stays = self.count(model, Part::Stays);
+        if stays > wanted.count {
+            self.let_go(model, stays - wanted.count, wanted.why);
+        }
+        self.leave(model, wanted.count);
+        let retry = self.failed(model, wanted.count, stays);
+        self.drifted(model);
+
+        let due = earlier(wanted.due, retry);
+        let refused = refused(model, wanted);
+        let at_rest = wanted.count == 0 && serving.ordered == 0 && due.is_none() && refused.is_none();
+        let outlook = (!at_rest).then(|| {
+            self.outlook.push(Outlook {
+                model: name.clone(),
+                wanted: wanted.count,
+                why: wanted.why,
+                unplaced: refused,
+                uncached: None,
+                due,
+            });
+            self.outlook.len() - 1
+        });
+        let need = outlook.filter(|_| stays < wanted.count).map(|outlook| Need {
+            model,
+            count: wanted.count - stays,
+            have: stays,
+            outlook,
+        });
+        let check_copies = need.is_some() || !self.copies_are_right(model);
+        Swept { need, check_copies, outlook }
+    }
+
+    /// The serving orders of a model after what was decided so far.
+    fn parts(&self, model: Known<'v>) -> impl Iterator<Item = (Slot, &'v Placed, Part)> {
+        model.entry.replicas().filter_map(move |(slot, placed)| {
+            let serves = self.hold(model.name, slot, placed).is_some_and(Hold::serves);
+            let part = match self.node(slot).state() {
+                _ if !serves => return None,
+                NodeState::Lost => return None,
+                _ if placed.is_failed() => Part::Failed,
+                NodeState::Draining => Part::Leaves,
+                NodeState::Ready | NodeState::Paused => Part::Stays,
+            };
+            Some((slot, placed, part))
+        })
+    }
+
+    fn count(&self, model: Known<'v>, part: Part) -> u32 {
+        u32::try_from(self.parts(model).filter(|(.., of)| *of == part).count()).unwrap_or(u32::MAX)
+    }
+
+    fn serving(&self, model: Known<'v>) -> Serving {
+        let mut serving = Serving::default();
+        for (_, placed, part) in self.parts(model) {
+            if part == Part::Failed {
+                continue;
+            }
+            serving.ordered += 1;
+            serving.slots = serving.slots.max(placed.slots);
+            if placed.is_ready() {
+                serving.ready += 1;
+                serving.ready_since = serving.ready_since.max(Some(placed.since));
+            } else {
+                serving.under_way_since = serving.under_way_since.max(Some(placed.since));
+            }
+        }
+        serving
+    }
+
+    /// Orders on nodes that are no more, of an earlier Model of the name, or serving on lost nodes.
+    fn sweep_impossible(&mut self, model: Known<'v>) {
+        for (slot, placed) in model.entry.replicas() {
+            let node = self.node(slot);
+            let serves = self.hold(model.name, slot, placed).is_some_and(Hold::serves);
+            if node.facts.is_none() {
+                self.withdraw(model.name, slot, placed.claim(Some(model.facts)), "its node is gone".into());
+            } else if placed.content.uid != model.facts.content.uid {
+                let reason = "it belongs to an earlier Model of this name".into();
+                self.withdraw(model.name, slot, placed.claim(Some(model.facts)), reason);
+            } else if node.state() == NodeState::Lost && serves {
+                self.fall(model, slot, "its node is not heard of any more".into());
+            }
+        }
+    }
+
+    /// To its copy on disk, or in the host pool where it is pinned.
+    pub(super) fn fall(&mut self, model: Known<'v>, slot: Slot, reason: String) {
+        let hold = if model.facts.content.pin_host { Hold::Host } else { Hold::Disk };
+        self.order(model, slot, hold, true, reason);
+    }
+
+    /// Too many serve: those under way go first, then by name from the end.
+    fn let_go(&mut self, model: Known<'v>, count: u32, why: Why) {
+        let mut staying: Vec<(bool, usize, Slot)> = self
+            .parts(model)
+            .enumerate()
+            .filter(|(_, (.., part))| *part == Part::Stays)
+            .map(|(place, (slot, placed, _))| (placed.is_ready(), usize::MAX - place, slot))
+            .collect();
+        staying.sort_unstable();
+        for (.., slot) in staying.into_iter().take(count as usize) {
+            self.fall(model, slot, why.to_string());
+        }
+    }
+
+    /// Replicas on nodes that must be left go once enough others are ready.
+    fn leave(&mut self, model: Known<'v>, wanted: u32) {
+        let ready = self.parts(model).filter(|(_, placed, part)| *part == Part::Stays && placed.is_ready()).count();
+        if ready >= wanted as usize {
+            self.leave_now(model);
+        }
+    }
+
+    pub(super) fn leave_now(&mut self, model: Known<'v>) {
+        let leaving: Vec<Slot> =
+            self.parts(model).filter(|(.., part)| *part == Part::Leaves).map(|(slot, ..)| slot).collect();
+        for slot in leaving {
+            self.fall(model, slot, "its node is being emptied".into());
+        }
+    }
+
+    /// Failed orders: serving ones fall when nobody wants them, or when they have cooled and another serves; copies
+    /// are tried again when they have cooled. Gives the moment when the next one has.
+    fn failed(&mut self, model: Known<'v>, wanted: u32, have: u32) -> Option<Timestamp> {
+        let mut due = None;
+        for (slot, placed) in model.entry.replicas() {
+            let lost = self.node(slot).state() == NodeState::Lost;
+            let Some(until) = self.cooling_until(model, placed).filter(|_| !lost) else { continue };
+            let Some(hold) = self.hold(model.name, slot, placed) else { continue };
+            let cold = self.now >= until;
+            if hold.serves() && (wanted == 0 || (cold && have >= wanted)) {
+                self.fall(model, slot, "it failed, and is not wanted any more".into());
+            } else if !hold.serves() && cold && !self.is_changed(model.name, slot) {
+                self.order(model, slot, hold, false, format!("tried again after: {}", message(placed)));
+            } else if !cold {
+                due = earlier(due, Some(until));
+            }
+        }
+        due
+    }
+
+    /// Orders whose content is not what the Model says now.
+    fn drifted(&mut self, model: Known<'v>) {
+        for (slot, placed) in model.entry.replicas() {
+            let lost = self.node(slot).state() == NodeState::Lost;
+            if placed.content == model.facts.content || lost || self.is_changed(model.name, slot) {
+                continue;
+            }
+            self.order(model, slot, placed.hold, false, "its Model's spec changed".into());
+        }
+    }
+
+    /// A failure of the source that is not old enough to try again: no other node will fare better.
+    pub(super) fn source_failure(&self, model: Known<'v>) -> Option<(Unplaced, Timestamp)> {
+        model.entry.replicas().find_map(|(_, placed)| {
+            let Replica::Failed { cause, message } = &placed.state else { return None };
+            let until = self.cooling_until(model, placed).filter(|until| cause.is_source() && self.now < *until)?;
+            let unplaced =
+                Unplaced { why: NoRoom::Failed(*cause), message: message.clone(), refuse: true, retry: true };
+            Some((unplaced, until))
+        })
+    }
+}
+
+/// A request for a model that people have switched off.
+fn refused(model: Known<'_>, wanted: Wanted) -> Option<Unplaced> {
+    let asked = model.entry.demand.concurrency() > 0 && wanted.count == 0;
+    let (why, message) = match wanted.why {
+        Why::Suspended if asked => (NoRoom::Suspended, "the Model is suspended: set spec.suspend to false"),
+        Why::Fixed if asked => {
+            (NoRoom::ScalingDisabled, "scaling is disabled and spec.replicas is 0: set it to 1 or more")
+        }
+        _ => return None,
+    };
+    Some(Unplaced { why, message: message.into(), refuse: true, retry: false })
+}
+
+fn message(placed: &Placed) -> &str {
+    match &placed.state {
+        Replica::Failed { message, .. } => message,
+        _ => "",
+    }
+}
