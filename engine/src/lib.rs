@@ -10,6 +10,8 @@ pub mod sample;
 pub mod kernels;
 pub mod numerics;
 pub mod threads;
+mod batch;
 pub mod frame;
 pub mod protocol;
 pub mod text;
+pub mod worker;

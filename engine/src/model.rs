@@ -18,7 +18,7 @@ mod config;
 mod forward;
 mod rope;
 
-pub use compute::Cpu;
+pub use compute::{Cpu, CpuError};
 pub use config::{Architecture, ConfigError, ModelConfig, RopeScaling};
 pub use forward::{Logits, ROWS_MAX, Row, StepError};
 

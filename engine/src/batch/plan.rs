@@ -14,47 +14,47 @@
 
 /// A session as the plan sees it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct SessionView {
+pub(crate) struct SessionView {
     /// Tokens it has: prompt and generated ones.
-    pub known: usize,
+    pub(crate) known: usize,
     /// How many of them went through the model. Less than `known`: at least one row is to be computed.
-    pub computed: usize,
+    pub(crate) computed: usize,
     /// Tokens it may still say.
-    pub remaining: usize,
+    pub(crate) remaining: usize,
     /// Pages it holds.
-    pub pages: usize,
+    pub(crate) pages: usize,
     /// Whether it runs; else it waits.
-    pub admitted: bool,
+    pub(crate) admitted: bool,
 }
 
 /// Everything that a plan depends on.
 #[derive(Clone, Copy, Debug)]
-pub struct View<'a> {
+pub(crate) struct View<'a> {
     /// In order of arrival.
-    pub sessions: &'a [SessionView],
+    pub(crate) sessions: &'a [SessionView],
     /// Pages of nobody.
-    pub pages_free: usize,
+    pub(crate) pages_free: usize,
     /// Positions in a page.
-    pub page_tokens: usize,
+    pub(crate) page_tokens: usize,
     /// Sessions that may run at once.
-    pub slots: usize,
+    pub(crate) slots: usize,
     /// Tokens of prefill that one step may take.
-    pub chunk_tokens: usize,
+    pub(crate) chunk_tokens: usize,
 }
 
 /// What to do, in this order. Sessions are named by their place in the view.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Plan {
+pub(crate) struct Plan {
     /// They give their pages back and wait again; what they had is computed anew, to the same bits.
-    pub preempt: Vec<usize>,
+    pub(crate) preempt: Vec<usize>,
     /// They can never run: there is not enough memory for them alone.
-    pub hopeless: Vec<usize>,
+    pub(crate) hopeless: Vec<usize>,
     /// They begin to run: reserve pages for so many tokens.
-    pub admit: Vec<(usize, usize)>,
+    pub(crate) admit: Vec<(usize, usize)>,
     /// So many rows of each, from its `computed` on. Pages for its `known` tokens are there, or free.
-    pub rows: Vec<(usize, usize)>,
+    pub(crate) rows: Vec<(usize, usize)>,
     /// Pages that the first waiting session lacks; zero when none waits for pages.
-    pub pages_lacking: usize,
+    pub(crate) pages_lacking: usize,
 }
 
 /// Tokens of its answer for which a session has pages when it is admitted: two pages, so that a fresh session does
@@ -65,7 +65,7 @@ const HEADROOM_TOKENS: usize = 32;
 const SHARE_TOKENS_MIN: usize = 16;
 
 /// Decides the next step.
-pub fn plan(view: &View<'_>) -> Plan {
+pub(crate) fn plan(view: &View<'_>) -> Plan {
     let mut draft = Draft {
         view,
         free: view.pages_free,

@@ -19,66 +19,69 @@ const STOPS_MAX: usize = 64;
 /// Bytes of one stop string: 64 of 1 KiB are looked through in some ten microseconds.
 const STOP_BYTES_MAX: usize = 1024;
 
+/// Alternatives of one token. Each is some hundred bytes in its event.
+const LOGPROBS_MAX: u32 = 128;
+
 /// What a model can take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Limits {
+pub(crate) struct Limits {
     /// Token ids are below this.
-    pub vocabulary: usize,
+    pub(crate) vocabulary: usize,
     /// Tokens of prompt and answer together, by the model or by order.
-    pub context: usize,
+    pub(crate) context: usize,
     /// Tokens of which KV memory can hold the keys and values of one session.
-    pub kv_tokens: usize,
+    pub(crate) kv_tokens: usize,
 }
 
 impl Limits {
     /// The longest prompt with its answer: the last token's keys and values are never needed.
-    pub fn context_here(&self) -> usize {
+    pub(crate) fn context_here(&self) -> usize {
         self.context.min(self.kv_tokens + 1)
     }
 }
 
 /// Why a session cannot be served, as the event that says so.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Refusal {
+pub(crate) struct Refusal {
     /// Which kind.
-    pub code: FailureCode,
+    pub(crate) code: FailureCode,
     /// Cause and cure.
-    pub message: String,
+    pub(crate) message: String,
     /// What the caller may do.
-    pub retry: Retry,
+    pub(crate) retry: Retry,
 }
 
 impl Refusal {
     /// The request is wrong, everywhere.
-    pub fn bad_request(message: impl Into<String>) -> Self {
+    pub(crate) fn bad_request(message: impl Into<String>) -> Self {
         Refusal { code: FailureCode::BadRequest, message: message.into(), retry: Retry::No }
     }
 
     /// Another replica may do.
-    pub fn elsewhere(code: FailureCode, message: impl Into<String>) -> Self {
+    pub(crate) fn elsewhere(code: FailureCode, message: impl Into<String>) -> Self {
         Refusal { code, message: message.into(), retry: Retry::Elsewhere }
     }
 
     /// As the last event of a session.
-    pub fn into_event(self) -> SessionEvent {
+    pub(crate) fn into_event(self) -> SessionEvent {
         SessionEvent::Failed { code: self.code, message: self.message, retry: self.retry }
     }
 }
 
 /// A session with its prompt as ids, before any check against the model.
 #[derive(Clone, Debug)]
-pub struct Prepared {
+pub(crate) struct Prepared {
     /// Its name.
-    pub key: SessionKey,
+    pub(crate) key: SessionKey,
     /// As it was started; `input` is not needed any more and is empty.
-    pub spec: SessionSpec,
+    pub(crate) spec: SessionSpec,
     /// The prompt.
-    pub prompt: Vec<TokenId>,
+    pub(crate) prompt: Vec<TokenId>,
 }
 
 impl Prepared {
     /// Takes the input away from the specification: the ids replace it.
-    pub fn new(key: SessionKey, mut spec: SessionSpec, prompt: Vec<TokenId>) -> Self {
+    pub(crate) fn new(key: SessionKey, mut spec: SessionSpec, prompt: Vec<TokenId>) -> Self {
         spec.input = Input::Tokens(Vec::new());
         Prepared { key, spec, prompt }
     }
@@ -86,22 +89,22 @@ impl Prepared {
 
 /// What one more token means.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Said {
+pub(crate) struct Said {
     /// What it adds to the text.
-    pub text: String,
+    pub(crate) text: String,
     /// Nothing comes after it.
-    pub end: Option<FinishReason>,
+    pub(crate) end: Option<FinishReason>,
 }
 
 /// A session in flight.
 #[derive(Debug)]
-pub struct Session {
+pub(crate) struct Session {
     /// Its name.
-    pub key: SessionKey,
+    pub(crate) key: SessionKey,
     /// Its epoch.
-    pub epoch: u32,
+    pub(crate) epoch: u32,
     /// How tokens are chosen.
-    pub sampling: Sampling,
+    pub(crate) sampling: Sampling,
     prompt: Vec<TokenId>,
     generated: Vec<TokenId>,
     /// Generated tokens at most.
@@ -114,7 +117,7 @@ impl Session {
     ///
     /// # Errors
     /// When it cannot be served here.
-    pub fn begin(
+    pub(crate) fn begin(
         prepared: Prepared,
         text: &ModelText,
         limits: &Limits,
@@ -133,12 +136,13 @@ impl Session {
             );
             return Err(Refusal::elsewhere(FailureCode::NoCapacity, message));
         }
-        let stream = TextStream::new(&spec.sampling.stop);
+        let sampling = with_defaults(spec.sampling, text);
+        let stream = TextStream::new(&sampling.stop);
         let generated = Vec::with_capacity(spec.generated.len());
         let mut session = Session {
             key,
             epoch: spec.epoch,
-            sampling: spec.sampling,
+            sampling,
             prompt,
             generated,
             limit,
@@ -156,7 +160,7 @@ impl Session {
     }
 
     /// Takes the next generated token.
-    pub fn push(&mut self, id: TokenId, text: &ModelText) -> Said {
+    pub(crate) fn push(&mut self, id: TokenId, text: &ModelText) -> Said {
         self.generated.push(id);
         let is_end = !self.sampling.ignore_eos && text.end_tokens().binary_search(&id).is_ok();
         let at_limit = self.generated.len() >= self.limit;
@@ -192,22 +196,22 @@ impl Session {
     }
 
     /// The prompt.
-    pub fn prompt(&self) -> &[TokenId] {
+    pub(crate) fn prompt(&self) -> &[TokenId] {
         &self.prompt
     }
 
     /// Generated so far, replayed ones included.
-    pub fn generated(&self) -> &[TokenId] {
+    pub(crate) fn generated(&self) -> &[TokenId] {
         &self.generated
     }
 
     /// Tokens of prompt and answer so far.
-    pub fn known(&self) -> usize {
+    pub(crate) fn known(&self) -> usize {
         self.prompt.len() + self.generated.len()
     }
 
     /// The token at a position below [`known`](Self::known).
-    pub fn token_at(&self, position: usize) -> TokenId {
+    pub(crate) fn token_at(&self, position: usize) -> TokenId {
         match position.checked_sub(self.prompt.len()) {
             None => self.prompt[position],
             Some(index) => self.generated[index],
@@ -215,14 +219,27 @@ impl Session {
     }
 
     /// Tokens it may still generate.
-    pub fn remaining(&self) -> usize {
+    pub(crate) fn remaining(&self) -> usize {
         self.limit.saturating_sub(self.generated.len())
     }
 
     /// The counts, as the API reports them.
-    pub fn usage(&self) -> Usage {
+    pub(crate) fn usage(&self) -> Usage {
         let prompt_tokens = self.prompt.len() as u32;
         Usage { prompt_tokens, completion_tokens: self.generated.len() as u32, cached_tokens: 0 }
+    }
+}
+
+/// What the request leaves open, `generation_config.json` says.
+fn with_defaults(sampling: Sampling, text: &ModelText) -> Sampling {
+    let defaults = text.defaults();
+    Sampling {
+        temperature: sampling.temperature.or(defaults.temperature),
+        top_p: sampling.top_p.or(defaults.top_p),
+        top_k: sampling.top_k.or(defaults.top_k),
+        min_p: sampling.min_p.or(defaults.min_p),
+        repetition_penalty: sampling.repetition_penalty.or(defaults.repetition_penalty),
+        ..sampling
     }
 }
 
@@ -265,6 +282,9 @@ fn check_sampling(sampling: &Sampling, text: &ModelText, limits: &Limits) -> Res
     if stops.iter().any(|stop| !stop.is_empty()) && text.tokenizer().is_none() {
         let message = "the model's checkpoint has no tokenizer.json: `stop` cannot be served";
         return Err(Refusal::bad_request(message));
+    }
+    if sampling.logprobs.is_some_and(|count| count > LOGPROBS_MAX) {
+        return Err(Refusal::bad_request(format!("`logprobs` is at most {LOGPROBS_MAX}")));
     }
     match sampling.logit_bias.keys().find(|id| **id as usize >= limits.vocabulary) {
         Some(id) => Err(outside_vocabulary("`logit_bias`", *id, limits)),

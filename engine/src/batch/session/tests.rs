@@ -1,4 +1,5 @@
 use std::path::Path;
+use std::sync::OnceLock;
 
 use pilotlight_domain::{ModelName, SessionId};
 use proptest::prelude::*;
@@ -7,8 +8,9 @@ use super::*;
 
 const LIMITS: Limits = Limits { vocabulary: 2048, context: 512, kv_tokens: 512 };
 
-fn demo() -> ModelText {
-    ModelText::open(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/demo")).unwrap()
+fn demo() -> &'static ModelText {
+    static DEMO: OnceLock<ModelText> = OnceLock::new();
+    DEMO.get_or_init(|| ModelText::open(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/demo")).unwrap())
 }
 
 fn prepared(prompt: Vec<TokenId>, generated: Vec<TokenId>, sampling: Sampling) -> Prepared {
@@ -24,7 +26,7 @@ fn prepared(prompt: Vec<TokenId>, generated: Vec<TokenId>, sampling: Sampling) -
 }
 
 fn refusal(prompt: Vec<TokenId>, sampling: Sampling, limits: Limits) -> Refusal {
-    Session::begin(prepared(prompt, Vec::new(), sampling), &demo(), &limits).unwrap_err()
+    Session::begin(prepared(prompt, Vec::new(), sampling), demo(), &limits).unwrap_err()
 }
 
 #[test]
@@ -50,11 +52,11 @@ fn sessions_end_where_they_must() {
     let text = demo();
     let ids = text.tokenizer().unwrap().encode("good morrow, gentle lady", false).unwrap();
     let run = |sampling: Sampling, ids: &[TokenId]| {
-        let (mut session, ended) = Session::begin(prepared(vec![0], vec![], sampling), &text, &LIMITS).unwrap();
+        let (mut session, ended) = Session::begin(prepared(vec![0], vec![], sampling), text, &LIMITS).unwrap();
         assert_eq!(ended, None);
         let mut said = String::new();
         for id in ids {
-            let token = session.push(*id, &text);
+            let token = session.push(*id, text);
             said.push_str(&token.text);
             if token.end.is_some() {
                 return (said, token.end, session.usage().completion_tokens as usize);
@@ -75,7 +77,7 @@ fn sessions_end_where_they_must() {
     let (said, end, _) = run(stop, &ids);
     assert_eq!((said.as_str(), end), ("good mor", Some(FinishReason::Stop)));
     let (session, ended) =
-        Session::begin(prepared(vec![0], vec![], Sampling { max_tokens: Some(0), ..Sampling::default() }), &text, &LIMITS).unwrap();
+        Session::begin(prepared(vec![0], vec![], Sampling { max_tokens: Some(0), ..Sampling::default() }), text, &LIMITS).unwrap();
     assert_eq!((ended, session.usage().completion_tokens), (Some(FinishReason::Length), 0));
 }
 
@@ -83,12 +85,12 @@ fn sessions_end_where_they_must() {
 fn the_context_ends_an_answer() {
     let text = demo();
     let limits = Limits { context: 4, ..LIMITS };
-    let (mut session, _) = Session::begin(prepared(vec![5, 6], vec![], Sampling::default()), &text, &limits).unwrap();
-    assert_eq!((session.push(7, &text).end, session.remaining()), (None, 1));
-    assert_eq!(session.push(8, &text).end, Some(FinishReason::Length));
+    let (mut session, _) = Session::begin(prepared(vec![5, 6], vec![], Sampling::default()), text, &limits).unwrap();
+    assert_eq!((session.push(7, text).end, session.remaining()), (None, 1));
+    assert_eq!(session.push(8, text).end, Some(FinishReason::Length));
     // Where memory is what bounds it, a session that outgrew it elsewhere is not cut short here.
     let limits = Limits { kv_tokens: 3, ..LIMITS };
-    let refused = Session::begin(prepared(vec![5, 6], vec![7, 8, 9], Sampling::default()), &text, &limits).unwrap_err();
+    let refused = Session::begin(prepared(vec![5, 6], vec![7, 8, 9], Sampling::default()), text, &limits).unwrap_err();
     assert_eq!((refused.code, refused.retry), (FailureCode::NoCapacity, Retry::Elsewhere));
 }
 
@@ -102,19 +104,19 @@ proptest! {
     ) {
         let text = demo();
         let sampling = Sampling { stop, max_tokens: Some(max), ..Sampling::default() };
-        let (mut whole, _) = Session::begin(prepared(vec![0], vec![], sampling.clone()), &text, &LIMITS).unwrap();
+        let (mut whole, _) = Session::begin(prepared(vec![0], vec![], sampling.clone()), text, &LIMITS).unwrap();
         let mut said = Vec::new();
         for id in &ids {
-            said.push(whole.push(*id, &text));
+            said.push(whole.push(*id, text));
             if said.last().unwrap().end.is_some() { break; }
         }
         let ids = &ids[..said.len()];
         let cut = cut % (ids.len() + 1);
-        let (mut moved, ended) = Session::begin(prepared(vec![0], ids[..cut].to_vec(), sampling), &text, &LIMITS).unwrap();
+        let (mut moved, ended) = Session::begin(prepared(vec![0], ids[..cut].to_vec(), sampling), text, &LIMITS).unwrap();
         prop_assert_eq!(ended, said[..cut].last().and_then(|token| token.end));
         if ended.is_none() {
             for (id, expect) in ids[cut..].iter().zip(&said[cut..]) {
-                prop_assert_eq!(&moved.push(*id, &text), expect);
+                prop_assert_eq!(&moved.push(*id, text), expect);
             }
         }
     }

@@ -1,0 +1,86 @@
+//! A load: everything about it that takes time, on a thread of its own, so that it holds up nobody.
+//!
+//! Mapping, `config.json` and the tokenizer go on while the agent still reads the weights; the model is made when
+//! all bytes are resident. Exactly one `Loaded` is the answer, and when it is an error nothing is mapped any more.
+
+use std::error::Error;
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::thread;
+
+use pilotlight_loader::mapping::PoolMap;
+
+use super::exchange::{Control, Exchange};
+use super::{build, memory};
+use crate::kv::{KvLayout, KvPages};
+use crate::model::{Model, ModelConfig};
+use crate::protocol::{FileChunks, ModelKey};
+use crate::text::ModelText;
+
+/// What is to be loaded.
+pub(super) struct Order {
+    pub(super) model: ModelKey,
+    pub(super) folder: PathBuf,
+    pub(super) files: Vec<FileChunks>,
+    pub(super) kv_chunks: Vec<u32>,
+}
+
+/// A model that can serve.
+pub(super) struct Built {
+    pub(super) model: Model,
+    pub(super) kv: KvPages,
+    pub(super) text: Arc<ModelText>,
+}
+
+/// Starts a load. Send `()` when every byte is resident; drop the sender to give the load up.
+pub(super) fn start(order: Order, pool: PoolMap, exchange: Arc<Exchange>) -> io::Result<SyncSender<()>> {
+    let (resident, all_resident) = sync_channel(1);
+    let name = format!("load-{}", order.model.0);
+    let work = move || {
+        let key = order.model;
+        let loaded = catch_unwind(AssertUnwindSafe(|| load(order, &pool, &exchange, &all_resident)));
+        let loaded = loaded.unwrap_or_else(|_| Err("the loading thread panicked: see the worker's log".into()));
+        exchange.submit(Control::Loaded(key, loaded.map(Box::new)));
+    };
+    thread::Builder::new().name(name).spawn(work)?;
+    Ok(resident)
+}
+
+fn load(order: Order, pool: &PoolMap, exchange: &Exchange, resident: &Receiver<()>) -> Result<Built, String> {
+    let told = |error: &dyn Error| chain(error);
+    let config_path = order.folder.join("config.json");
+    let config = std::fs::read(&config_path).map_err(|error| format!("read {}: {error}", config_path.display()))?;
+    let config = ModelConfig::parse(&config).map_err(|error| told(&error))?;
+    let text = Arc::new(ModelText::open(&order.folder).map_err(|error| told(&error))?);
+    if !exchange.submit(Control::Text(order.model, text.clone())) {
+        return Err("the worker is ending".into());
+    }
+    let files = memory::map_files(pool, &order.files).map_err(|error| told(&error))?;
+    let mut kv = KvPages::new(KvLayout::of(&config));
+    kv.add(memory::map_kv(pool, &order.kv_chunks).map_err(|error| told(&error))?);
+    if kv.pages_total() == 0 {
+        return Err(format!(
+            "{} for keys and values do not hold one page of {} bytes: grant more host memory",
+            kv.bytes_total(),
+            kv.layout().page_bytes()
+        ));
+    }
+    resident.recv().map_err(|_| "the load was given up".to_owned())?;
+    let model = build::model(config, &files).map_err(|error| told(&error))?;
+    Ok(Built { model, kv, text })
+}
+
+/// An error with its causes, on one line.
+pub(super) fn chain(error: &dyn Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text.push_str(": ");
+        text.push_str(&error.to_string());
+        cause = error.source();
+    }
+    text
+}
