@@ -123,3 +123,11 @@ pub struct Resident {
     /// RFC 3339.
     pub last_used: String,
 }
+
+/// The namespace of the agents' leases: the one that Kubernetes keeps for its own nodes' leases.
+pub const LEASE_NAMESPACE: &str = "kube-node-lease";
+
+/// The name of a node's agent's lease. Its `renewTime` and `leaseDurationSeconds` say how long the node counts as alive.
+pub fn lease_name(node: &str) -> String {
+    format!("pilotlight-{node}")
+}
