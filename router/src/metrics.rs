@@ -13,13 +13,13 @@ use prometheus::{
 const MODELS_MAX: usize = 1_000;
 
 /// A warm first token takes milliseconds, a cold one up to half an hour.
-const START_BUCKETS: &[f64] = &[
-    0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0,
-];
+const START_BUCKETS: &[f64] =
+    &[0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0];
 /// One decode step of a small model on a CPU up to a large one under load.
 const TOKEN_BUCKETS: &[f64] = &[0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5];
 /// The router's own time.
-const OVERHEAD_BUCKETS: &[f64] = &[0.000_05, 0.000_1, 0.000_15, 0.000_3, 0.000_6, 0.001, 0.0025, 0.005, 0.01, 0.1];
+const OVERHEAD_BUCKETS: &[f64] =
+    &[0.000_05, 0.000_1, 0.000_15, 0.000_3, 0.000_6, 0.001, 0.0025, 0.005, 0.01, 0.1];
 /// Estimate ÷ actual: 1 is right.
 const RATIO_BUCKETS: &[f64] = &[0.1, 0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.05, 1.1, 1.2, 1.5, 2.0, 4.0, 10.0];
 
@@ -86,7 +86,13 @@ impl Registering<'_> {
         Ok(made)
     }
 
-    fn histograms(&self, name: &str, help: &str, buckets: &[f64], labels: &[&str]) -> prometheus::Result<HistogramVec> {
+    fn histograms(
+        &self,
+        name: &str,
+        help: &str,
+        buckets: &[f64],
+        labels: &[&str],
+    ) -> prometheus::Result<HistogramVec> {
         let opts = HistogramOpts::new(format!("pilotlight_router_{name}"), help).buckets(buckets.to_vec());
         let made = HistogramVec::new(opts, labels)?;
         self.0.register(Box::new(made.clone()))?;
@@ -199,7 +205,14 @@ impl Metrics {
     }
 
     /// An answer ended well: its tokens, and its times.
-    pub(crate) fn answer(&self, prompt: u32, generated: u32, whole: Duration, decode: Option<Duration>, on_cpu: bool) {
+    pub(crate) fn answer(
+        &self,
+        prompt: u32,
+        generated: u32,
+        whole: Duration,
+        decode: Option<Duration>,
+        on_cpu: bool,
+    ) {
         self.tokens.with_label_values(&["in"]).inc_by(prompt.into());
         self.tokens.with_label_values(&["out"]).inc_by(generated.into());
         if on_cpu {

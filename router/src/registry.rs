@@ -159,7 +159,9 @@ impl Registry {
             ModelPhase::Resolving => "resolving",
             ModelPhase::Caching => "caching",
             ModelPhase::Idle => "idle",
-            ModelPhase::Warming | ModelPhase::ServingOnCpu | ModelPhase::Ready | ModelPhase::Degraded => "warming",
+            ModelPhase::Warming | ModelPhase::ServingOnCpu | ModelPhase::Ready | ModelPhase::Degraded => {
+                "warming"
+            }
             ModelPhase::Suspended => "suspended",
             ModelPhase::Failed => "failed",
             ModelPhase::Terminating => "terminating",
@@ -176,7 +178,12 @@ impl Registry {
             owned_by: view.name.namespace.clone(),
             state,
             estimated_start_seconds: if ready { Some(0.0) } else { view.estimate },
-            aliases: view.aliases.iter().filter(|a| self.names.get(*a) == Some(&view.name)).cloned().collect(),
+            aliases: view
+                .aliases
+                .iter()
+                .filter(|a| self.names.get(*a) == Some(&view.name))
+                .cloned()
+                .collect(),
         }
     }
 
@@ -379,7 +386,8 @@ fn model_view(model: &Model) -> Option<ModelView> {
         aliases: spec.aliases.clone(),
         tasks: spec.tasks.clone(),
         phase: status.phase,
-        estimate: (cold.estimate_seconds > 0.0 || !cold.estimate_from.is_empty()).then_some(cold.estimate_seconds),
+        estimate: (cold.estimate_seconds > 0.0 || !cold.estimate_from.is_empty())
+            .then_some(cold.estimate_seconds),
         policy: spec.cold_start.policy,
         heartbeat: Some(seconds(spec.cold_start.heartbeat_seconds)).filter(|h| !h.is_zero()),
         request_timeout: seconds(spec.routing.request_timeout_seconds.max(1)),
@@ -411,7 +419,9 @@ fn verdict(model: &Model) -> Verdict {
         status.conditions.iter().find(|c| c.kind == kind && c.status == ConditionStatus::False)
     };
     let source = broken(ConditionKind::SourceResolved).filter(|c| {
-        use Reason::{AuthFailed, DigestMismatch, SourceNotFound, UnsupportedArchitecture, UnsupportedFormat};
+        use Reason::{
+            AuthFailed, DigestMismatch, SourceNotFound, UnsupportedArchitecture, UnsupportedFormat,
+        };
         matches!(
             c.reason,
             AuthFailed | DigestMismatch | SourceNotFound | UnsupportedArchitecture | UnsupportedFormat

@@ -100,7 +100,8 @@ impl Router {
             () = end => {}
         }
         // The operator should not wait five seconds to learn that nothing is open here.
-        let _best_effort = tokio::time::timeout(LAST_REPORT_MAX, cx.demand.last_report(&cx.agents, &self.operator)).await;
+        let _best_effort =
+            tokio::time::timeout(LAST_REPORT_MAX, cx.demand.last_report(&cx.agents, &self.operator)).await;
     }
 
     /// Feeds the index; never ends.

@@ -114,7 +114,12 @@ impl Ledger {
     }
 
     /// A request has its first token after a cold start: the first one of each cold start is told.
-    pub(super) fn cold_start(&mut self, model: &ModelName, accepting_since: Instant, report: ColdStartReport) {
+    pub(super) fn cold_start(
+        &mut self,
+        model: &ModelName,
+        accepting_since: Instant,
+        report: ColdStartReport,
+    ) {
         if self.cold_starts_told.get(model) == Some(&accepting_since) {
             return;
         }
@@ -177,6 +182,8 @@ impl Ledger {
         self.accounts.retain(|_, account| {
             let (knocks, cold_starts) = std::mem::take(&mut account.told);
             account.knocks = account.knocks.saturating_sub(knocks);
+            // The next report says that those who knocked do not wait.
+            account.changed |= knocks > 0;
             account.cold_starts.drain(..cold_starts.min(account.cold_starts.len()));
             account.is_open() || account.changed || account.knocks > 0 || !account.cold_starts.is_empty()
         });
@@ -259,6 +266,8 @@ mod tests {
         ledger.answered();
         let report = ledger.report(now);
         assert_eq!((report.models[0].held, report.models[0].cold_starts.len()), (1, 0));
+        ledger.answered();
+        assert_eq!(told(&mut ledger, now), "m held 0 in flight 0 quiet None");
         ledger.answered();
         assert_eq!(ledger.pending(), None);
     }

@@ -90,7 +90,13 @@ impl Demand {
     }
 
     /// Reports to the operator until `stop` aborts. `refused` hears of wakes that cannot be carried out.
-    pub(crate) async fn report_to(&self, agents: &Agents, operator: &str, refused: impl Fn(&Refused), stop: &Stop) {
+    pub(crate) async fn report_to(
+        &self,
+        agents: &Agents,
+        operator: &str,
+        refused: impl Fn(&Refused),
+        stop: &Stop,
+    ) {
         let url = format!("{}/operator/v1/demand", operator.trim_end_matches('/'));
         let mut backoff = Backoff::new(BACKOFF_MIN, BACKOFF_MAX);
         let mut away = false;
@@ -102,8 +108,12 @@ impl Demand {
             }
             last = Instant::now();
             let report = self.ledger().report(last);
-            let answer = tokio::time::timeout(ANSWER_MAX, agents.post::<_, DemandAnswer>(&url, &report)).await;
-            match answer.map_err(|_| "no answer in time".to_owned()).and_then(|a| a.map_err(|e| e.to_string())) {
+            let answer =
+                tokio::time::timeout(ANSWER_MAX, agents.post::<_, DemandAnswer>(&url, &report)).await;
+            match answer
+                .map_err(|_| "no answer in time".to_owned())
+                .and_then(|a| a.map_err(|e| e.to_string()))
+            {
                 Ok(answer) => {
                     if std::mem::take(&mut away) {
                         tracing::info!(url, "the operator answers again");

@@ -40,7 +40,10 @@ impl Gate {
     }
 
     /// Changes the queue and carries out what follows, under its lock.
-    fn change<T>(&self, change: impl FnOnce(&mut Queue<Waiter>, Instant, &mut Vec<Effect<Waiter>>) -> T) -> T {
+    fn change<T>(
+        &self,
+        change: impl FnOnce(&mut Queue<Waiter>, Instant, &mut Vec<Effect<Waiter>>) -> T,
+    ) -> T {
         let mut effects = Vec::new();
         let mut queue = self.queue();
         let before = queue.due();

@@ -70,8 +70,15 @@ pub(crate) enum Refusal {
 #[derive(Debug, PartialEq)]
 pub(crate) enum Effect<W> {
     /// A session may be opened there; its end must be told with [`Queue::freed`].
-    Release { who: W, replica: Arc<ReplicaView>, accepting_since: Instant },
-    Refuse { who: W, why: Refusal },
+    Release {
+        who: W,
+        replica: Arc<ReplicaView>,
+        accepting_since: Instant,
+    },
+    Refuse {
+        who: W,
+        why: Refusal,
+    },
 }
 
 #[derive(Debug)]
@@ -261,7 +268,13 @@ impl<W> Queue<W> {
     }
 
     /// The operator cannot carry a wake out now. If it may later, the waiters go on waiting, and know why.
-    pub(crate) fn wake_refused(&mut self, model: &ModelName, message: &str, later: bool, out: &mut Vec<Effect<W>>) {
+    pub(crate) fn wake_refused(
+        &mut self,
+        model: &ModelName,
+        message: &str,
+        later: bool,
+        out: &mut Vec<Effect<W>>,
+    ) {
         if !later {
             self.load_failed(model, message, out);
         } else if let Some(line) = self.lines.get_mut(model) {
@@ -318,7 +331,12 @@ impl<W> Queue<W> {
     }
 
     /// Time has passed: budgets end, replicas that were left alone are tried again.
-    pub(crate) fn tick(&mut self, now: Instant, dice: &mut dyn FnMut(usize) -> usize, out: &mut Vec<Effect<W>>) {
+    pub(crate) fn tick(
+        &mut self,
+        now: Instant,
+        dice: &mut dyn FnMut(usize) -> usize,
+        out: &mut Vec<Effect<W>>,
+    ) {
         self.due = None;
         let waiting = self.lines.iter().filter(|(_, line)| !line.waiting.is_empty());
         let models: Vec<ModelName> = waiting.map(|(model, _)| model.clone()).collect();
@@ -366,7 +384,9 @@ impl<W> Queue<W> {
     ) {
         let Some(line) = self.lines.get_mut(model) else { return };
         let serves = !line.standing.replicas.is_empty();
-        if line.standing.verdict != Verdict::Open && !(serves && matches!(line.standing.verdict, Verdict::Failed(_))) {
+        if line.standing.verdict != Verdict::Open
+            && !(serves && matches!(line.standing.verdict, Verdict::Failed(_)))
+        {
             let why = refusal_of(&line.standing.verdict);
             self.refuse_all(model, &why, out);
             return;
@@ -378,7 +398,7 @@ impl<W> Queue<W> {
             let (_, waiter) = first.remove_entry();
             line.counted -= u32::from(waiter.counted);
             self.bytes -= waiter.bytes;
-        self.held -= 1;
+            self.held -= 1;
             self.loads.entry(replica.key.clone()).or_default().sessions += 1;
             let accepting_since = line.accepting_since.unwrap_or(now);
             out.push(Effect::Release { who: waiter.who, replica, accepting_since });
@@ -386,7 +406,8 @@ impl<W> Queue<W> {
     }
 
     fn refuse_all(&mut self, model: &ModelName, why: &Refusal, out: &mut Vec<Effect<W>>) {
-        let ranks: Vec<Rank> = self.lines.get(model).into_iter().flat_map(|l| l.waiting.keys().copied()).collect();
+        let ranks: Vec<Rank> =
+            self.lines.get(model).into_iter().flat_map(|l| l.waiting.keys().copied()).collect();
         for rank in ranks {
             self.refuse(model, rank, |_| why.clone(), out);
         }

@@ -199,7 +199,10 @@ impl ApiError {
                 code: self.code.as_str(),
             },
         };
-        serde_json::to_vec(&wire).unwrap_or_else(|_| br#"{"error":{"message":"","type":"server_error","param":null,"code":"upstream_failed"}}"#.to_vec())
+        serde_json::to_vec(&wire).unwrap_or_else(|_| {
+            br#"{"error":{"message":"","type":"server_error","param":null,"code":"upstream_failed"}}"#
+                .to_vec()
+        })
     }
 }
 
@@ -239,9 +242,14 @@ mod tests {
 
     #[test]
     fn retry_after_stays_between_one_second_and_a_minute() {
-        for (estimate, dice, seconds) in
-            [(0.0, 0.0, 1), (-3.0, 0.0, 1), (2.2, 0.0, 3), (10.0, 1.0, 14), (1e9, 0.5, 60), (f64::NAN, 0.0, 1)]
-        {
+        for (estimate, dice, seconds) in [
+            (0.0, 0.0, 1),
+            (-3.0, 0.0, 1),
+            (2.2, 0.0, 3),
+            (10.0, 1.0, 14),
+            (1e9, 0.5, 60),
+            (f64::NAN, 0.0, 1),
+        ] {
             let error = ApiError::new(Code::HoldExpired, "").retry_after(estimate, dice);
             assert_eq!(error.retry_after, Some(seconds), "{estimate} {dice}");
         }

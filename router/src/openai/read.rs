@@ -25,7 +25,8 @@ const STOP_BYTES_MAX: usize = 1_024;
 pub(crate) fn read(task: Task, body: &[u8], random_seed: u64) -> Result<Request, ApiError> {
     let trail = Trail::default();
     let mut json = serde_json::Deserializer::from_slice(body);
-    let raw = BodySeed { task, trail: &trail }.deserialize(&mut json).and_then(|raw| json.end().map(|()| raw));
+    let raw =
+        BodySeed { task, trail: &trail }.deserialize(&mut json).and_then(|raw| json.end().map(|()| raw));
     match raw {
         Ok(raw) => raw.check(task, random_seed),
         Err(error) => Err(refusal(trail.path(), &error)),
@@ -39,7 +40,9 @@ fn refusal(param: Option<String>, error: &serde_json::Error) -> ApiError {
             let message = format!("`{param}`: {error}");
             ApiError::bad(param, message)
         }
-        (Category::Data, None) => ApiError::new(super::Code::BadRequest, format!("the body is not a request: {error}")),
+        (Category::Data, None) => {
+            ApiError::new(super::Code::BadRequest, format!("the body is not a request: {error}"))
+        }
         (_, param) => {
             let place = param.as_deref().map(|p| format!(" in `{p}`")).unwrap_or_default();
             let mut refused =
@@ -186,7 +189,8 @@ impl Raw {
     fn sampling(&self, random_seed: u64) -> Result<Sampling, ApiError> {
         let max_tokens = match (self.max_tokens, self.max_completion_tokens) {
             (Some(a), Some(b)) if a != b => {
-                let message = "`max_tokens` and `max_completion_tokens` are the same thing and differ; send one";
+                let message =
+                    "`max_tokens` and `max_completion_tokens` are the same thing and differ; send one";
                 return Err(ApiError::bad("max_completion_tokens", message));
             }
             (Some(0), _) => return Err(ApiError::bad("max_tokens", "`max_tokens` must be at least 1")),
@@ -280,7 +284,9 @@ fn neutral<'de, A: MapAccess<'de>>(chat: bool, key: &str, map: &mut A) -> Result
             _ => {}
         },
         _ if !map.next_value::<Asks>()?.0 => {}
-        "messages" if !chat => return Err(A::Error::custom("is for /v1/chat/completions; send `prompt` here")),
+        "messages" if !chat => {
+            return Err(A::Error::custom("is for /v1/chat/completions; send `prompt` here"));
+        }
         "prompt" if chat => return Err(A::Error::custom("is for /v1/completions; send `messages` here")),
         "tools" | "tool_choice" | "functions" | "function_call" => return refused("calling tools"),
         "audio" => return refused("audio"),

@@ -221,7 +221,12 @@ impl Choice {
 }
 
 impl Envelope {
-    fn object<'a, C: Serialize>(&'a self, choices: C, usage: Option<Option<UsageWire>>, chunk: bool) -> Object<'a, C> {
+    fn object<'a, C: Serialize>(
+        &'a self,
+        choices: C,
+        usage: Option<Option<UsageWire>>,
+        chunk: bool,
+    ) -> Object<'a, C> {
         let object = match (self.task, chunk) {
             (Task::Chat, false) => "chat.completion",
             (Task::Chat, true) => "chat.completion.chunk",
@@ -268,7 +273,13 @@ impl Envelope {
     }
 
     /// The events of one token; none where it adds nothing to see.
-    pub(crate) fn token(&self, index: usize, choice: &mut Choice, text: &str, logprobs: Option<Logprobs>) -> Vec<u8> {
+    pub(crate) fn token(
+        &self,
+        index: usize,
+        choice: &mut Choice,
+        text: &str,
+        logprobs: Option<Logprobs>,
+    ) -> Vec<u8> {
         let mut out = Vec::new();
         self.begin(index, choice, &mut out);
         let offset = choice.chars;
@@ -412,7 +423,9 @@ mod tests {
         let envelope = envelope(Task::Completion, true);
         let mut choice = Choice::default();
         let event = text(envelope.token(1, &mut choice, "x", None));
-        assert!(event.contains(r#""choices":[{"text":"x","index":1,"logprobs":null,"finish_reason":null}],"usage":null"#));
+        assert!(event.contains(
+            r#""choices":[{"text":"x","index":1,"logprobs":null,"finish_reason":null}],"usage":null"#
+        ));
         assert_eq!(
             text(envelope.done(USAGE)),
             "data: {\"id\":\"id-1\",\"object\":\"text_completion\",\"created\":7,\"model\":\"m\",\"choices\":[],\
@@ -428,7 +441,8 @@ mod tests {
         choice.push("a", Some(logprobs()));
         choice.finish(FinishReason::Stop);
         let whole: serde_json::Value =
-            serde_json::from_slice(&envelope(Task::Completion, false).whole(&[choice.clone()], USAGE)).unwrap();
+            serde_json::from_slice(&envelope(Task::Completion, false).whole(&[choice.clone()], USAGE))
+                .unwrap();
         let got = &whole["choices"][0]["logprobs"];
         assert_eq!(got["text_offset"], serde_json::json!([0, 1]));
         assert_eq!(got["top_logprobs"][0], serde_json::json!({"a": -0.5, "bytes:\\xe2\\x80": -9999.0}));

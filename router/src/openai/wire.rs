@@ -8,8 +8,8 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use pilotlight_domain::session::{Input, Message, TokenId};
-use serde::de::{self, DeserializeSeed, Deserializer, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde::Deserialize;
+use serde::de::{self, DeserializeSeed, Deserializer, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
 /// More messages than any conversation has. 16,384 × about 200 bytes ≈ 3 MiB beside their text.
 const MESSAGES_MAX: usize = 16_384;

@@ -131,7 +131,11 @@ fn verdicts_follow_spec_and_status() {
             json!({"observedGeneration": 1, "phase": "Failed", "conditions": condition}),
             Verdict::Failed("SourceNotFound: no such folder".into()),
         ),
-        (json!({}), json!({"observedGeneration": 0, "phase": "Failed", "conditions": condition}), Verdict::Open),
+        (
+            json!({}),
+            json!({"observedGeneration": 0, "phase": "Failed", "conditions": condition}),
+            Verdict::Open,
+        ),
     ] {
         let mut registry = Registry::default();
         registry.on_model(Reflected::Applied(model("m", OLD, spec, status)));
@@ -145,7 +149,10 @@ fn models_are_listed_cold_or_warm() {
     let status = json!({"phase": "Idle", "coldStart": {"estimateSeconds": 1.5, "estimateFrom": "host"}});
     registry.on_model(Reflected::Applied(model("m", OLD, json!({"aliases": ["x"]}), status)));
     let object = registry.objects().remove(0);
-    assert_eq!((object.state, object.estimated_start_seconds, object.created), ("idle", Some(1.5), 1_735_689_600));
+    assert_eq!(
+        (object.state, object.estimated_start_seconds, object.created),
+        ("idle", Some(1.5), 1_735_689_600)
+    );
     registry.on_replica(Reflected::Applied(replica("m", json!({}), json!({}))));
     assert_eq!(registry.objects()[0].state, "warming");
     registry.on_replica(Reflected::Applied(replica("m", json!({}), json!({"phase": "Ready"}))));

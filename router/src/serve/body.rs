@@ -32,7 +32,9 @@ pub(crate) async fn read(headers: &HeaderMap, body: Body) -> Result<Bytes, ApiEr
     match whole {
         Ok(Ok(body)) => Ok(body.to_bytes()),
         Ok(Err(error)) if error.is::<LengthLimitError>() => Err(too_large()),
-        Ok(Err(error)) => Err(ApiError::new(Code::BadRequest, format!("the body could not be read: {error}"))),
+        Ok(Err(error)) => {
+            Err(ApiError::new(Code::BadRequest, format!("the body could not be read: {error}")))
+        }
         Err(_late) => {
             let message = format!("the body did not arrive within {} s", BODY_TIME_MAX.as_secs());
             Err(ApiError::new(Code::BodyTimeout, message))
@@ -74,7 +76,9 @@ impl<L: Unpin> http_body::Body for LeasedBody<L> {
                 Poll::Ready(Some(Ok(Frame::data(std::mem::take(bytes)))))
             }
             Content::Whole(_) => Poll::Ready(None),
-            Content::Stream(pieces) => pieces.poll_recv(cx).map(|piece| piece.map(|bytes| Ok(Frame::data(bytes)))),
+            Content::Stream(pieces) => {
+                pieces.poll_recv(cx).map(|piece| piece.map(|bytes| Ok(Frame::data(bytes))))
+            }
         }
     }
 

@@ -47,7 +47,10 @@ enum Outcome {
     Ended,
     Fatal(ApiError),
     /// Once more, with what to say if that is not possible.
-    Again { why: ApiError, counted: bool },
+    Again {
+        why: ApiError,
+        counted: bool,
+    },
     /// Nobody listens.
     Deserted,
 }
@@ -173,7 +176,9 @@ impl Choice<'_> {
                     let said = self.say(first, What::Done { reason, usage }).await;
                     return if said.is_ok() { Outcome::Ended } else { Outcome::Deserted };
                 }
-                Step::Failed { code, message, retry } => return self.failed(place, &log, code, message, retry),
+                Step::Failed { code, message, retry } => {
+                    return self.failed(place, &log, code, message, retry);
+                }
                 Step::Broken(what) => {
                     place.unreachable();
                     return broken(&log, true, what);
@@ -207,13 +212,15 @@ impl Choice<'_> {
                 (Code::QueueFull, Dropped::QueueFull, format!("{held} requests wait for `{name}` already"))
             }
             Refusal::Bytes => {
-                let message = "the requests that wait take all the memory that is meant for them; send it again later";
+                let message =
+                    "the requests that wait take all the memory that is meant for them; send it again later";
                 (Code::QueueFull, Dropped::QueueBytes, message.into())
             }
             Refusal::Expired { cold, note } => return job.hold_expired(cold, note),
             Refusal::Rejected => {
                 job.cx.demand.knock(&job.model.name);
-                let message = format!("`{name}` is not ready and this request may not wait; it is being woken");
+                let message =
+                    format!("`{name}` is not ready and this request may not wait; it is being woken");
                 (Code::NoCapacity, Dropped::Rejected, message)
             }
             Refusal::Failed(why) => {
@@ -251,7 +258,14 @@ impl Choice<'_> {
     }
 
     /// The agent said that the session failed.
-    fn failed(&self, place: &Place, log: &SessionLog, code: FailureCode, message: String, retry: Retry) -> Outcome {
+    fn failed(
+        &self,
+        place: &Place,
+        log: &SessionLog,
+        code: FailureCode,
+        message: String,
+        retry: Retry,
+    ) -> Outcome {
         let job = self.job;
         match code {
             FailureCode::ContextLengthExceeded => {
@@ -266,7 +280,9 @@ impl Choice<'_> {
             FailureCode::LoadFailed => job
                 .unavailable(Code::NoCapacity, format!("`{}` cannot be loaded: {message}", job.request.model))
                 .dropped(Dropped::NoCapacity),
-            FailureCode::NoCapacity => job.unavailable(Code::NoCapacity, message).dropped(Dropped::NoCapacity),
+            FailureCode::NoCapacity => {
+                job.unavailable(Code::NoCapacity, message).dropped(Dropped::NoCapacity)
+            }
             FailureCode::Draining => job.unavailable(Code::Draining, message).dropped(Dropped::Draining),
             _ => ApiError::new(Code::UpstreamFailed, message),
         };
@@ -277,7 +293,9 @@ impl Choice<'_> {
                 Outcome::Again { why, counted: false }
             }
             (_, Retry::No) => Outcome::Fatal(why),
-            (FailureCode::LoadFailed, Retry::Elsewhere) if !job.has_other_replica(place) => Outcome::Fatal(why),
+            (FailureCode::LoadFailed, Retry::Elsewhere) if !job.has_other_replica(place) => {
+                Outcome::Fatal(why)
+            }
             (FailureCode::WorkerLost, Retry::Elsewhere) => Outcome::Again { why, counted: true },
             (_, Retry::Elsewhere) => {
                 place.unreachable();

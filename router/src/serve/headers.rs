@@ -44,7 +44,10 @@ impl Wishes {
         let wait_max = match text(&MAX_WAIT_MS)? {
             None => None,
             Some(ms) => Some(Duration::from_millis(ms.parse().map_err(|_| {
-                ApiError::bad(MAX_WAIT_MS.as_str(), format!("the header `{MAX_WAIT_MS}` is not a number of milliseconds"))
+                ApiError::bad(
+                    MAX_WAIT_MS.as_str(),
+                    format!("the header `{MAX_WAIT_MS}` is not a number of milliseconds"),
+                )
             })?)),
         };
         let hold = match text(&COLD_START)? {
@@ -85,7 +88,8 @@ impl Served {
     }
 
     pub(crate) fn write(&self, headers: &mut HeaderMap) {
-        headers.insert(QUEUE_MS, HeaderValue::from(u64::try_from(self.queued.as_millis()).unwrap_or(u64::MAX)));
+        headers
+            .insert(QUEUE_MS, HeaderValue::from(u64::try_from(self.queued.as_millis()).unwrap_or(u64::MAX)));
         if let Ok(kind) = HeaderValue::from_str(self.kind()) {
             headers.insert(SERVED_BY, kind);
         }
@@ -127,18 +131,24 @@ mod tests {
 
     #[test]
     fn wishes_are_read_or_refused_by_name() {
-        let wishes = Wishes::read(&headers(&[("x-pilotlight-max-wait-ms", "250"), ("x-pilotlight-cold-start", "reject")]));
+        let wishes = Wishes::read(&headers(&[
+            ("x-pilotlight-max-wait-ms", "250"),
+            ("x-pilotlight-cold-start", "reject"),
+        ]));
         assert_eq!(wishes, Ok(Wishes { wait_max: Some(Duration::from_millis(250)), hold: Some(false) }));
-        for (name, value) in
-            [("x-pilotlight-max-wait-ms", "-1"), ("x-pilotlight-max-wait-ms", "soon"), ("x-pilotlight-cold-start", "x")]
-        {
+        for (name, value) in [
+            ("x-pilotlight-max-wait-ms", "-1"),
+            ("x-pilotlight-max-wait-ms", "soon"),
+            ("x-pilotlight-cold-start", "x"),
+        ] {
             assert_eq!(Wishes::read(&headers(&[(name, value)])).unwrap_err().param.as_deref(), Some(name));
         }
     }
 
     #[test]
     fn a_cold_start_is_told_with_its_partition() {
-        let cold = Cold { path: "disk".into(), phases: Phases { hold: 0.25, read: 0.5, ..Phases::default() } };
+        let cold =
+            Cold { path: "disk".into(), phases: Phases { hold: 0.25, read: 0.5, ..Phases::default() } };
         let served = Served { device: "gpu0".into(), queued: Duration::from_millis(12), cold: Some(cold) };
         let mut headers = HeaderMap::new();
         served.write(&mut headers);

@@ -31,11 +31,11 @@ use self::client::{Answer, Client};
 use self::headers::Wishes;
 pub(crate) use self::headers::{REQUEST_ID, request_id};
 use crate::context::{Context, InFlight};
+use crate::demand;
 use crate::hold::Place;
 use crate::openai::response::Envelope;
 use crate::openai::{ApiError, Code, Dropped, Request, Task, read};
 use crate::registry::ModelView;
-use crate::demand;
 
 /// Said by the choices and not yet written: a few tokens of each.
 const SAID_MAX: usize = 16;
@@ -110,7 +110,10 @@ fn resolve(cx: &Context, request: &Request) -> Result<Arc<ModelView>, ApiError> 
     };
     if !model.takes(request.task) {
         let message = format!("the model `{}` is not for {} requests", request.model, request.task.as_str());
-        return Err(ApiError { param: Some("model".into()), ..ApiError::new(Code::TaskUnsupported, message) });
+        return Err(ApiError {
+            param: Some("model".into()),
+            ..ApiError::new(Code::TaskUnsupported, message)
+        });
     }
     Ok(model)
 }

@@ -92,7 +92,11 @@ impl Agents {
     }
 
     /// Posts JSON and reads JSON.
-    pub(crate) async fn post<T: Serialize, R: DeserializeOwned>(&self, url: &str, what: &T) -> Result<R, PostError> {
+    pub(crate) async fn post<T: Serialize, R: DeserializeOwned>(
+        &self,
+        url: &str,
+        what: &T,
+    ) -> Result<R, PostError> {
         let body = serde_json::to_vec(what).map_err(|e| PostError(e.to_string()))?;
         let response = self.send(url, body).await.map_err(PostError)?;
         let status = response.status();

@@ -21,15 +21,28 @@ pub(crate) struct SessionLog {
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Step {
     /// A worker has taken the session.
-    Accepted { device: String, waited: Phases },
+    Accepted {
+        device: String,
+        waited: Phases,
+    },
     /// The next token.
-    Forward { text: String, logprobs: Option<Logprobs> },
+    Forward {
+        text: String,
+        logprobs: Option<Logprobs>,
+    },
     /// Not the next token: nothing for the client.
     Dropped,
     /// It goes on elsewhere: nothing for the client.
     Moved,
-    Done { reason: FinishReason, usage: Usage },
-    Failed { code: FailureCode, message: String, retry: Retry },
+    Done {
+        reason: FinishReason,
+        usage: Usage,
+    },
+    Failed {
+        code: FailureCode,
+        message: String,
+        retry: Retry,
+    },
     /// The agent broke the protocol.
     Broken(&'static str),
 }
@@ -66,7 +79,11 @@ impl SessionLog {
                     return Step::Dropped;
                 }
                 self.epoch = epoch;
-                if next_index as usize > self.ids.len() { Step::Broken("moved past tokens that never came") } else { Step::Moved }
+                if next_index as usize > self.ids.len() {
+                    Step::Broken("moved past tokens that never came")
+                } else {
+                    Step::Moved
+                }
             }
             SessionEvent::Done { .. } if self.gap => Step::Broken("tokens are missing"),
             SessionEvent::Done { reason, usage } => Step::Done { reason, usage },

@@ -261,11 +261,13 @@ fn nobody_is_lost_and_counts_return_to_zero() {
         for who in 0..300u32 {
             match rng.u8(0..8) {
                 0..=2 => {
-                    let (rank, _) = w.queue.enter(&model(), who, entry(w.now), w.now, &mut |n| n - 1, &mut w.out);
+                    let (rank, _) =
+                        w.queue.enter(&model(), who, entry(w.now), w.now, &mut |n| n - 1, &mut w.out);
                     waiting.insert(who, rank);
                 }
                 3 => {
-                    let replicas = (0..rng.u8(0..3)).map(|i| replica(&format!("r{i}"), rng.bool(), rng.u32(0..3)));
+                    let replicas =
+                        (0..rng.u8(0..3)).map(|i| replica(&format!("r{i}"), rng.bool(), rng.u32(0..3)));
                     let standing = standing(replicas.collect());
                     w.queue.told(&model(), Some(standing), w.now, &mut |_| 0, &mut w.out);
                 }

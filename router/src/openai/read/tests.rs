@@ -31,17 +31,47 @@ fn the_least_request_is_enough() {
 #[test]
 fn null_is_absent() {
     let all = [
-        "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p", "frequency_penalty",
-        "presence_penalty", "repetition_penalty", "seed", "stop", "n", "logprobs", "top_logprobs", "logit_bias",
-        "ignore_eos", "stream", "stream_options", "user", "metadata", "store", "service_tier", "response_format",
-        "modalities", "tools", "tool_choice", "functions", "function_call", "audio", "parallel_tool_calls",
-        "reasoning_effort", "anything",
+        "max_tokens",
+        "max_completion_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "frequency_penalty",
+        "presence_penalty",
+        "repetition_penalty",
+        "seed",
+        "stop",
+        "n",
+        "logprobs",
+        "top_logprobs",
+        "logit_bias",
+        "ignore_eos",
+        "stream",
+        "stream_options",
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "response_format",
+        "modalities",
+        "tools",
+        "tool_choice",
+        "functions",
+        "function_call",
+        "audio",
+        "parallel_tool_calls",
+        "reasoning_effort",
+        "anything",
     ];
     let plain = with(r#""n":1"#).unwrap();
     for name in all {
         assert_eq!(with(&format!(r#""{name}":null"#)).as_ref(), Ok(&plain), "{name}");
     }
-    assert!(completion(r#"{"model":"m","prompt":"a","echo":null,"suffix":null,"best_of":null,"logprobs":null}"#).is_ok());
+    assert!(
+        completion(r#"{"model":"m","prompt":"a","echo":null,"suffix":null,"best_of":null,"logprobs":null}"#)
+            .is_ok()
+    );
 }
 
 #[test]
@@ -85,7 +115,9 @@ fn prompts_have_four_forms() {
     ] {
         assert_eq!(prompt(value).unwrap(), inputs, "{value}");
     }
-    for bad in ["[]", "[[]]", "[1,\"a\"]", "[\"a\",[1]]", "[-1]", "[1.5]", "[4294967296]", "{}", "5", "[[\"a\"]]"] {
+    for bad in
+        ["[]", "[[]]", "[1,\"a\"]", "[\"a\",[1]]", "[-1]", "[1.5]", "[4294967296]", "{}", "5", "[[\"a\"]]"]
+    {
         assert_eq!(prompt(bad).unwrap_err().param.as_deref(), Some("prompt"), "{bad}");
     }
     assert!(prompt(&format!("[{}]", vec!["\"a\""; 129].join(","))).is_err());
@@ -176,7 +208,10 @@ fn a_fault_of_a_message_names_the_message() {
         (r#"[{"role":"user","content":"a"},{"role":"king","content":"a"}]"#, "messages[1].role"),
         (r#"[{"role":"tool","content":"a"}]"#, "messages[0].role"),
         (r#"[{"role":"user","content":5}]"#, "messages[0].content"),
-        (r#"[{"role":"user","content":[{"type":"image_url","image_url":{}}]}]"#, "messages[0].content[0].type"),
+        (
+            r#"[{"role":"user","content":[{"type":"image_url","image_url":{}}]}]"#,
+            "messages[0].content[0].type",
+        ),
         (r#"[{"role":"user","content":[{"type":"text"}]}]"#, "messages[0].content[0]"),
         (r#"[{"role":"assistant","content":"","tool_calls":[{}]}]"#, "messages[0].tool_calls"),
         (r#"[{"role":"user","content":null}]"#, "messages[0]"),
@@ -203,7 +238,9 @@ fn completions_refuse_what_they_cannot_do() {
         let error = completion(&format!(r#"{{"model":"m",{more}{prompt}}}"#)).unwrap_err();
         assert_eq!(error.param.as_deref(), Some(param), "{more}: {error}");
     }
-    assert!(completion(r#"{"model":"m","prompt":"a","echo":false,"suffix":"","best_of":1,"logprobs":5}"#).is_ok());
+    assert!(
+        completion(r#"{"model":"m","prompt":"a","echo":false,"suffix":"","best_of":1,"logprobs":5}"#).is_ok()
+    );
     assert_eq!(completion(r#"{"model":"m"}"#).unwrap_err().param.as_deref(), Some("prompt"));
 }
 
@@ -240,8 +277,30 @@ fn hostile_bodies_are_refused_not_panicked_over() {
         r#"{"model":"m","prompt":["a","b"],"echo":false,"top_k":-1,"metadata":{"a":[{"b":null}]}}"#,
     ];
     let scraps = [
-        "null", "[", "]", "{", "}", "\"", ",", ":", "-", "1e400", "-0", "99999999999999999999", "\\u", "\\ud800",
-        "true", "\u{0}", "\n", "[[[[[[", "{}", "[]", "\"\"", "1.5", "-1", "\u{feff}",
+        "null",
+        "[",
+        "]",
+        "{",
+        "}",
+        "\"",
+        ",",
+        ":",
+        "-",
+        "1e400",
+        "-0",
+        "99999999999999999999",
+        "\\u",
+        "\\ud800",
+        "true",
+        "\u{0}",
+        "\n",
+        "[[[[[[",
+        "{}",
+        "[]",
+        "\"\"",
+        "1.5",
+        "-1",
+        "\u{feff}",
     ];
     let mut rng = fastrand::Rng::with_seed(0x5eed);
     for round in 0..20_000 {
