@@ -6,7 +6,9 @@ use std::collections::BTreeSet;
 
 use crate::plan::{Order, Plan, Step};
 use crate::replica::Replica;
-use crate::view::{Accelerator, Claim, Device, DeviceFacts, Hold, ModelEntry, ModelFacts, NodeFacts, NodeState, Placed, View};
+use crate::view::{
+    Accelerator, Claim, Device, DeviceFacts, Hold, ModelEntry, ModelFacts, NodeFacts, NodeState, Placed, View,
+};
 use crate::{ByteCount, Generation, ModelName, NodeName, Timestamp};
 
 /// The view after a plan was carried out, and before any agent has said a word.
@@ -54,13 +56,14 @@ pub fn audit(view: &View, plan: &Plan, now: Timestamp) -> Vec<String> {
             }
         }
     }
-    let raised: BTreeSet<&NodeName> = plan.steps.iter().filter(|step| raises(view, step)).map(Step::node).collect();
+    let raised: BTreeSet<&NodeName> =
+        plan.steps.iter().filter(|step| raises(view, step)).map(Step::node).collect();
     for node in raised {
         complaints.extend(check_room(&after, node));
     }
     for (name, entry) in view.models() {
         complaints.extend(check_busy(view, &after, name, entry).map(|c| format!("{name}: {c}")));
-        complaints.extend(check_woken(&after, name, plan).map(|c| format!("{name}: {c}")));
+        complaints.extend(check_woken(&after, name, entry, plan).map(|c| format!("{name}: {c}")));
     }
     complaints
 }
@@ -90,7 +93,8 @@ fn check_withdraw(view: &View, model: &ModelName, node: &NodeName) -> Option<Str
     let placed = view.replica(model, node)?;
     let other = placed.content.uid != facts.content.uid;
     let there = view.node_named(node).is_some_and(|node| node.facts.is_some());
-    (placed.hold.serves() && there && !other && !placed.is_failed()).then(|| "withdrawn while it serves".into())
+    (placed.hold.serves() && there && !other && !placed.is_failed())
+        .then(|| "withdrawn while it serves".into())
 }
 
 fn claim_of(view: &View, node: &NodeName) -> Claim {
@@ -108,8 +112,10 @@ fn check_room(after: &View, node: &NodeName) -> Option<String> {
     let capacity = after.node_named(node)?.facts.as_ref()?.capacity();
     let claim = claim_of(after, node);
     let over = |taken: ByteCount, has: ByteCount| taken > has && taken > ByteCount::ZERO;
-    (over(claim.disk, capacity.disk) || over(claim.host, capacity.host) || over(claim.device, capacity.device))
-        .then(|| format!("{node}: orders claim {claim:?}, it has {capacity:?}"))
+    (over(claim.disk, capacity.disk)
+        || over(claim.host, capacity.host)
+        || over(claim.device, capacity.device))
+    .then(|| format!("{node}: orders claim {claim:?}, it has {capacity:?}"))
 }
 
 fn serves(view: &View, name: &ModelName, states: &[NodeState]) -> usize {
@@ -147,12 +153,17 @@ fn suits(device: &DeviceFacts, facts: &ModelFacts) -> bool {
 }
 
 /// A woken model that has no replica, while a node has room for it, was forgotten.
-fn check_woken(after: &View, name: &ModelName, plan: &Plan) -> Option<String> {
+fn check_woken(after: &View, name: &ModelName, before: &ModelEntry, plan: &Plan) -> Option<String> {
     let entry = after.model(name)?;
     let facts = entry.facts.as_ref()?;
     let woken = entry.demand.concurrency() > 0 && !facts.suspended && facts.scaling.fixed.is_none();
-    let failed = entry.replicas().any(|(_, placed)| placed.is_failed());
-    if !woken || failed || serves(after, name, &[NodeState::Ready, NodeState::Paused, NodeState::Draining]) > 0 {
+    // A failure is told instead, and a name that is given back is free only in the next plan.
+    let failed =
+        before.replicas().any(|(_, placed)| placed.is_failed() || placed.content.uid != facts.content.uid);
+    if !woken
+        || failed
+        || serves(after, name, &[NodeState::Ready, NodeState::Paused, NodeState::Draining]) > 0
+    {
         return None;
     }
     let said = plan.outlook.iter().any(|outlook| outlook.model == *name && outlook.unplaced.is_some());
@@ -174,6 +185,7 @@ fn check_woken(after: &View, name: &ModelName, plan: &Plan) -> Option<String> {
             && claim.host <= capacity.host
             && claim.device <= capacity.device
     };
-    let found = after.nodes().find(|(_, node)| node.facts.as_ref().is_some_and(|facts| fits(facts, &node.name)));
+    let found =
+        after.nodes().find(|(_, node)| node.facts.as_ref().is_some_and(|facts| fits(facts, &node.name)));
     found.map(|(_, node)| format!("woken, no replica, though {} has room", node.name))
 }

@@ -112,7 +112,8 @@ pub fn estimate(node: &NodeFacts, device: &DeviceFacts, size: Option<ByteCount>,
     let needed = |yes: bool, bandwidth| if yes { bytes.at(bandwidth) } else { Duration::ZERO };
     let (fetches, reads) = (from < Tier::Disk, from < Tier::Host);
     let copies = device.kind == Device::Gpu && from < Tier::Device;
-    let waits = |yes: bool, queued: ByteCount, bandwidth| if yes { queued.at(bandwidth) } else { Duration::ZERO };
+    let waits =
+        |yes: bool, queued: ByteCount, bandwidth| if yes { queued.at(bandwidth) } else { Duration::ZERO };
     let (rate, default) = match device.kind {
         Device::Cpu => (device.prefill_rate, PREFILL_CPU_DEFAULT),
         Device::Gpu => (device.prefill_rate, PREFILL_GPU_DEFAULT),
@@ -180,7 +181,12 @@ mod tests {
         let mut busy = node(100e6, 2e9);
         busy.host.queued = ByteCount::new(6_000_000_000);
         let starting = DeviceFacts { ready_in: Duration::from_secs(4), ..device(Device::Gpu) };
-        check(&busy, &device(Device::Cpu), Tier::Disk, "4.1s from disk (queue 3.0s, read 1.0s, prefill 0.1s)");
+        check(
+            &busy,
+            &device(Device::Cpu),
+            Tier::Disk,
+            "4.1s from disk (queue 3.0s, read 1.0s, prefill 0.1s)",
+        );
         check(&busy, &device(Device::Cpu), Tier::Host, "0.1s from host (prefill 0.1s)");
         check(&busy, &starting, Tier::Host, "4.3s from host (copy 0.2s, warm 4.0s, prefill 0.1s)");
     }

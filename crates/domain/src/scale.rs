@@ -18,15 +18,17 @@ use crate::view::{Demand, ModelFacts};
 pub const SLOTS_DEFAULT: u32 = 8;
 /// The share of a replica's slots that scaling aims at: room for the next request while another replica starts.
 const TARGET_SHARE: f64 = 0.7;
+/// A tenth of a replica more is no reason for another one.
+const TOLERANCE: f64 = 0.1;
 /// While a scale-down may be near, it is looked at so often.
 const TICK: Duration = Duration::from_secs(1);
 
 /// A model's serving replicas, summed up.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Serving {
-    /// With an order to serve, on a node that lives, not failed.
+    /// With an order to serve, not failed, on a node where it may stay.
     pub ordered: u32,
-    /// Of those, held and able to serve.
+    /// Held and able to serve, on any node that lives.
     pub ready: u32,
     /// When the last of them became ready.
     pub ready_since: Option<Timestamp>,
@@ -114,7 +116,7 @@ pub fn wanted(facts: &ModelFacts, demand: &Demand, serving: Serving, now: Timest
     }
     let slots = if serving.slots == 0 { SLOTS_DEFAULT } else { serving.slots };
     let target = scaling.target.map_or(f64::from(slots) * TARGET_SHARE, f64::from).max(0.1);
-    let replicas = |sessions: f64| (sessions / target).ceil().min(f64::from(u32::MAX)) as u32;
+    let replicas = |sessions: f64| (sessions / target - TOLERANCE).ceil().min(f64::from(u32::MAX)) as u32;
     if open == 0 {
         return quiet(facts, demand, serving, replicas, now);
     }

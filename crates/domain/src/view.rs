@@ -14,8 +14,8 @@ use std::sync::Arc;
 
 pub use demand::{Demand, LoadHistory};
 pub use facts::{
-    Accelerator, Claim, Content, Device, DeviceFacts, Hold, ModelFacts, NodeFacts, NodeState, ResidentFacts,
-    Scaling, Size, TierFacts, CHUNK,
+    Accelerator, CHUNK, Claim, Content, Device, DeviceFacts, Hold, ModelFacts, NodeFacts, NodeState,
+    ResidentFacts, Scaling, Size, TierFacts,
 };
 
 use crate::replica::Replica;
@@ -137,12 +137,8 @@ impl View {
 
     /// Where a model lies, whoever ordered it; warmest tier per node, by slot.
     pub fn holders(&self, facts: &ModelFacts) -> Vec<(Slot, Tier)> {
-        let mut found: Vec<(Slot, Tier)> = facts
-            .residency_keys()
-            .filter_map(|key| self.holders.get(key))
-            .flatten()
-            .copied()
-            .collect();
+        let mut found: Vec<(Slot, Tier)> =
+            facts.residency_keys().filter_map(|key| self.holders.get(key)).flatten().copied().collect();
         found.sort_unstable_by_key(|&(slot, tier)| (slot, std::cmp::Reverse(tier)));
         found.dedup_by_key(|(slot, _)| *slot);
         found

@@ -26,8 +26,9 @@ pub(super) struct Known<'v> {
 /// A model that lacks serving replicas.
 pub(super) struct Need<'v> {
     pub(super) model: Known<'v>,
-    pub(super) count: u32,
-    /// How many serve or will serve already.
+    /// How many should.
+    pub(super) wanted: u32,
+    /// How many serve or will serve already; grows as they are placed.
     pub(super) have: u32,
     /// Where its outlook stands.
     pub(super) outlook: usize,
@@ -54,7 +55,10 @@ impl<'v> Draft<'v> {
             view,
             now,
             claimed: view.nodes().map(|(_, node)| node.claimed).collect(),
-            orders: view.nodes().map(|(_, node)| u32::try_from(node.models.len()).unwrap_or(u32::MAX)).collect(),
+            orders: view
+                .nodes()
+                .map(|(_, node)| u32::try_from(node.models.len()).unwrap_or(u32::MAX))
+                .collect(),
             changed: HashMap::new(),
             made: HashMap::new(),
             steps: Vec::new(),
@@ -72,10 +76,10 @@ impl<'v> Draft<'v> {
                 Some(facts) => {
                     let model = Known { name, entry, facts };
                     let swept = self.sweep(model);
-                    needs.extend(swept.need);
                     if swept.check_copies {
-                        copies.push((model, swept.outlook));
+                        copies.push((model, swept.outlook, swept.need.is_some()));
                     }
+                    needs.extend(swept.need);
                 }
             }
         }
@@ -84,11 +88,21 @@ impl<'v> Draft<'v> {
             let held = need.model.entry.demand.held;
             (std::cmp::Reverse((need.model.facts.priority, held)), need.model.name)
         });
-        for need in &needs {
+        // Surplus copies make room first, but for whoever may need them; new copies take what is left.
+        for (model, outlook, _) in copies.iter().filter(|(.., needed)| !needed) {
+            self.copies(*model, *outlook, false);
+        }
+        for need in &mut needs {
             self.place(need);
         }
-        for (model, outlook) in copies {
-            self.copies(model, outlook);
+        let before = self.steps.len();
+        for (model, outlook, _) in copies {
+            self.copies(model, outlook, true);
+        }
+        if self.steps[before..].iter().any(|step| matches!(step, Step::Withdraw { .. })) {
+            for need in &mut needs {
+                self.place(need);
+            }
         }
         Plan { steps: self.steps, outlook: self.outlook }
     }
@@ -123,7 +137,9 @@ impl<'v> Draft<'v> {
     pub(super) fn own_claim(&self, model: Known<'v>, slot: Slot) -> Claim {
         match self.changed.get(&(model.name, slot)) {
             Some(hold) => hold.map(|hold| model.facts.claim(hold)).unwrap_or_default(),
-            None => placed_at(model.entry, slot).map(|placed| placed.claim(Some(model.facts))).unwrap_or_default(),
+            None => {
+                placed_at(model.entry, slot).map(|placed| placed.claim(Some(model.facts))).unwrap_or_default()
+            }
         }
     }
 
@@ -133,7 +149,14 @@ impl<'v> Draft<'v> {
     }
 
     /// Orders it to serve.
-    pub(super) fn raise(&mut self, model: Known<'v>, slot: Slot, hold: Hold, estimate: &Estimate, reason: String) {
+    pub(super) fn raise(
+        &mut self,
+        model: Known<'v>,
+        slot: Slot,
+        hold: Hold,
+        estimate: &Estimate,
+        reason: String,
+    ) {
         self.push_order(model, slot, hold, Some(estimate), false, reason);
     }
 

@@ -101,8 +101,8 @@ pub fn explain(view: &View, model: &ModelName, now: Timestamp) -> Option<Explana
     }
     let chosen = candidates.iter().filter(|c| c.chosen).map(|c| c.node.clone()).collect();
     let outlook = plan_some(view, [name], now).outlook.into_iter().find(|outlook| outlook.model == *name);
-    let (wanted, unplaced) =
-        outlook.map_or(((0, Why::NoDemand), None), |outlook| ((outlook.wanted, outlook.why), outlook.unplaced));
+    let (wanted, unplaced) = outlook
+        .map_or(((0, Why::NoDemand), None), |outlook| ((outlook.wanted, outlook.why), outlook.unplaced));
     Some(Explanation { candidates, chosen, wanted, unplaced })
 }
 
@@ -111,13 +111,20 @@ pub fn explain(view: &View, model: &ModelName, now: Timestamp) -> Option<Explana
 ///
 /// # Errors
 /// What keeps it from every node, for code and for people.
-pub fn best_estimate(view: &View, model: &ModelName, now: Timestamp) -> Result<(NodeName, Estimate), Option<Unplaced>> {
+pub fn best_estimate(
+    view: &View,
+    model: &ModelName,
+    now: Timestamp,
+) -> Result<(NodeName, Estimate), Option<Unplaced>> {
     let (name, entry) = view.model_key_value(model).ok_or(None)?;
     let model = Known { name, entry, facts: entry.facts.as_ref().ok_or(None)? };
     let draft = Draft::new(view, now);
     let tiers = draft.tiers(model);
     let fits = view.nodes().filter_map(|(slot, _)| match draft.judge(model, slot, &tiers) {
-        (Some(fit), Ok(()) | Err(WhyNot::Serves | WhyNot::Holds | WhyNot::Full(..) | WhyNot::Cooling(..))) => Some(fit),
+        (
+            Some(fit),
+            Ok(()) | Err(WhyNot::Serves | WhyNot::Holds | WhyNot::Full(..) | WhyNot::Cooling(..)),
+        ) => Some(fit),
         _ => None,
     });
     match fits.min_by_key(|fit| key(&draft, fit)) {

@@ -94,7 +94,8 @@ pub(super) struct Tiers(Vec<(Slot, Tier)>);
 impl Tiers {
     /// The warmest tier on a node: what its agent lists, or what an order there has reached.
     fn at(&self, model: Known<'_>, slot: Slot) -> Tier {
-        let listed = self.0.binary_search_by_key(&slot, |(at, _)| *at).map_or(Tier::Remote, |at| self.0[at].1);
+        let listed =
+            self.0.binary_search_by_key(&slot, |(at, _)| *at).map_or(Tier::Remote, |at| self.0[at].1);
         let reached = placed_at(model.entry, slot)
             .filter(|placed| placed.is_ready())
             .map_or(Tier::Remote, |placed| placed.hold.tier());
@@ -109,7 +110,12 @@ impl<'v> Draft<'v> {
 
     /// What serving on this node would cost, whether or not it can be, and why it cannot. The first is none where
     /// there is nothing to estimate.
-    pub(super) fn judge(&self, model: Known<'v>, slot: Slot, tiers: &Tiers) -> (Option<Fit>, Result<(), WhyNot>) {
+    pub(super) fn judge(
+        &self,
+        model: Known<'v>,
+        slot: Slot,
+        tiers: &Tiers,
+    ) -> (Option<Fit>, Result<(), WhyNot>) {
         let Some(node) = &self.node(slot).facts else { return (None, Err(WhyNot::Lost)) };
         let Some((hold, estimate)) = cheapest(node, model.facts, tiers.at(model, slot)) else {
             return (None, allowed(node, model.facts).and(Err(WhyNot::NoDevice)));
@@ -151,7 +157,9 @@ impl<'v> Draft<'v> {
     pub(super) fn judge_copy(&self, model: Known<'v>, slot: Slot) -> Result<(), WhyNot> {
         let Some(node) = &self.node(slot).facts else { return Err(WhyNot::Lost) };
         allowed(node, model.facts)?;
-        let has = |wanted: Device| node.devices.iter().any(|device| device.kind == wanted && fits(device, model.facts));
+        let has = |wanted: Device| {
+            node.devices.iter().any(|device| device.kind == wanted && fits(device, model.facts))
+        };
         if !has(Device::Cpu) && !has(Device::Gpu) {
             return Err(WhyNot::NoDevice);
         }
@@ -217,7 +225,9 @@ fn fits(device: &DeviceFacts, model: &ModelFacts) -> bool {
     device.usable
         && match (&model.accelerator, device.kind) {
             (Accelerator::Any, _) | (Accelerator::Cpu, Device::Cpu) => true,
-            (Accelerator::Class(class), Device::Gpu) => class.is_empty() || device.product.contains(class.as_str()),
+            (Accelerator::Class(class), Device::Gpu) => {
+                class.is_empty() || device.product.contains(class.as_str())
+            }
             (Accelerator::Cpu, Device::Gpu) | (Accelerator::Class(_), Device::Cpu) => false,
         }
 }

@@ -18,22 +18,29 @@ struct Victim<'v> {
 
 impl<'v> Draft<'v> {
     /// Orders what a model lacks, as far as there is room.
-    pub(super) fn place(&mut self, need: &Need<'v>) {
-        if let Some((unplaced, _)) = self.source_failure(need.model) {
+    pub(super) fn place(&mut self, need: &mut Need<'v>) {
+        if need.have >= need.wanted {
+            return;
+        }
+        if let Some(unplaced) = self.source_failure(need.model) {
             self.outlook[need.outlook].unplaced = Some(unplaced);
             return self.leave_now(need.model);
         }
-        for placed in 0..need.count {
+        self.outlook[need.outlook].unplaced = None;
+        while need.have < need.wanted {
             if let Err(mut unplaced) = self.place_one(need) {
                 // Something serves: nobody has to be told.
-                unplaced.refuse &= need.have + placed == 0;
+                unplaced.refuse &= need.have == 0;
                 if unplaced.why != NoRoom::Busy {
                     self.leave_now(need.model);
                 }
                 self.outlook[need.outlook].unplaced = Some(unplaced);
                 return;
             }
+            need.have += 1;
         }
+        // Now that others will serve, what failed and has cooled is let go.
+        self.failed(need.model, need.wanted, need.have);
     }
 
     fn place_one(&mut self, need: &Need<'v>) -> Result<(), Unplaced> {
@@ -55,7 +62,11 @@ impl<'v> Draft<'v> {
         }
         let why = self.outlook[need.outlook].why;
         if let Some(fit) = best {
-            let among = if fitting == 1 { "the only node that fits".into() } else { format!("best of {fitting} nodes") };
+            let among = if fitting == 1 {
+                "the only node that fits".into()
+            } else {
+                format!("best of {fitting} nodes")
+            };
             let reason = format!("{why}; {}, {among}", fit.estimate);
             self.raise(model, fit.slot, fit.hold, &fit.estimate, reason);
             return Ok(());
@@ -81,7 +92,13 @@ impl<'v> Draft<'v> {
             let reason = format!("idle; its copy makes room for {wins}");
             self.withdraw(victim.model.name, victim.slot, own, reason);
         } else {
-            self.order(victim.model, victim.slot, Hold::Disk, true, format!("idle; it makes room for {wins}"));
+            self.order(
+                victim.model,
+                victim.slot,
+                Hold::Disk,
+                true,
+                format!("idle; it makes room for {wins}"),
+            );
         }
     }
 
@@ -98,9 +115,15 @@ impl<'v> Draft<'v> {
         let claim = model.facts.claim(fit.hold);
         let mut others = self.claimed(fit.slot);
         others.give_back(self.own_claim(model, fit.slot));
-        let mut idle: Vec<Victim<'v>> =
-            node.models.iter().filter(|name| *name != model.name).filter_map(|name| self.victim(name, fit.slot)).collect();
-        idle.sort_by(|a, b| (a.withdraw, a.last_used, a.model.name).cmp(&(b.withdraw, b.last_used, b.model.name)));
+        let mut idle: Vec<Victim<'v>> = node
+            .models
+            .iter()
+            .filter(|name| *name != model.name)
+            .filter_map(|name| self.victim(name, fit.slot))
+            .collect();
+        idle.sort_by(|a, b| {
+            (a.withdraw, a.last_used, a.model.name).cmp(&(b.withdraw, b.last_used, b.model.name))
+        });
         let mut chosen = Vec::new();
         for victim in idle {
             let lacks = lacking(others.plus(claim), capacity);
@@ -109,7 +132,10 @@ impl<'v> Draft<'v> {
             }
             let helps = |lack: ByteCount, frees: ByteCount| lack > ByteCount::ZERO && frees > ByteCount::ZERO;
             let frees = victim.frees;
-            if helps(lacks.host, frees.host) || helps(lacks.device, frees.device) || helps(lacks.disk, frees.disk) {
+            if helps(lacks.host, frees.host)
+                || helps(lacks.device, frees.device)
+                || helps(lacks.disk, frees.disk)
+            {
                 others.give_back(frees);
                 chosen.push(victim);
             }
@@ -128,7 +154,8 @@ impl<'v> Draft<'v> {
             return None;
         }
         let serving = entry.replicas().filter(|(at, placed)| {
-            self.hold(name, *at, placed).is_some_and(Hold::serves) && self.node(*at).state() != NodeState::Lost
+            self.hold(name, *at, placed).is_some_and(Hold::serves)
+                && self.node(*at).state() != NodeState::Lost
         });
         let (withdraw, after) = match hold {
             Hold::Serve(_) if serving.count() <= model.facts.scaling.min as usize => return None,
@@ -158,8 +185,9 @@ impl<'v> Draft<'v> {
                 WhyNot::TooSmall(_, _, has) => (2, *has),
                 WhyNot::NoDevice => (3, ByteCount::ZERO),
                 WhyNot::Selector(_) => (4, ByteCount::ZERO),
-                WhyNot::Serves | WhyNot::Holds => (5, ByteCount::ZERO),
-                _ => (6, ByteCount::ZERO),
+                WhyNot::Holds => (5, ByteCount::ZERO),
+                WhyNot::Serves => (6, ByteCount::ZERO),
+                _ => (7, ByteCount::ZERO),
             };
             reasons.push((hope, std::cmp::Reverse(has), node.name.as_str(), why));
         }
@@ -171,7 +199,9 @@ impl<'v> Draft<'v> {
         match why {
             WhyNot::Full(what, need, free) => waits(
                 NoRoom::Busy,
-                format!("waits for room: needs {need} of {what}, node {node} has {free} free beside what is in use"),
+                format!(
+                    "waits for room: needs {need} of {what}, node {node} has {free} free beside what is in use"
+                ),
             ),
             WhyNot::Cooling(cause, message) => {
                 Unplaced { why: NoRoom::Failed(cause), message, refuse: true, retry: true }
@@ -192,9 +222,10 @@ impl<'v> Draft<'v> {
                 NoRoom::NoMatchingNode,
                 format!("no node has the label {label} of spec.resources.placement.nodeSelector"),
             ),
-            WhyNot::Serves | WhyNot::Holds => {
-                waits(NoRoom::NoMatchingNode, "every node that fits serves it already".into())
+            WhyNot::Holds => {
+                waits(NoRoom::Busy, format!("an earlier order on node {node} is being withdrawn"))
             }
+            WhyNot::Serves => waits(NoRoom::NoMatchingNode, "every node that fits serves it already".into()),
             why => waits(NoRoom::NoNode, format!("no node takes anything now; {node}: {why}")),
         }
     }
@@ -217,7 +248,7 @@ impl<'v> Draft<'v> {
     }
 
     /// Copies on disk before any request, and no more of them than wanted.
-    pub(super) fn copies(&mut self, model: Known<'v>, outlook: Option<usize>) {
+    pub(super) fn copies(&mut self, model: Known<'v>, outlook: Option<usize>, adds: bool) {
         let mut holders = u32::try_from(self.made(model.name).len()).unwrap_or(u32::MAX);
         // First to go stand first: the failed, then the coldest, then by name from the end.
         let mut spare: Vec<(bool, Tier, std::cmp::Reverse<usize>, Slot)> = Vec::new();
@@ -232,12 +263,18 @@ impl<'v> Draft<'v> {
                 NodeState::Draining => leaving.extend(spares.then_some(slot)),
                 NodeState::Ready | NodeState::Paused => {
                     holders += 1;
-                    let tier = tiers.iter().find(|(at, _)| *at == slot).map_or(Tier::Remote, |(_, tier)| *tier);
-                    spare.extend(spares.then_some((!placed.is_failed(), tier, std::cmp::Reverse(place), slot)));
+                    let tier =
+                        tiers.iter().find(|(at, _)| *at == slot).map_or(Tier::Remote, |(_, tier)| *tier);
+                    spare.extend(spares.then_some((
+                        !placed.is_failed(),
+                        tier,
+                        std::cmp::Reverse(place),
+                        slot,
+                    )));
                 }
             }
         }
-        while holders < model.facts.copies {
+        while adds && holders < model.facts.copies {
             match self.roomiest(model) {
                 Ok(slot) => {
                     self.order(model, slot, Hold::Disk, false, "a copy before any request".into());
@@ -272,7 +309,8 @@ impl<'v> Draft<'v> {
         }
         if self.roomy.is_none() {
             let nodes = self.view.nodes().filter(|(_, node)| node.facts.is_some());
-            self.roomy = Some(nodes.map(|(slot, node)| (self.room_key(slot), node.name.as_str(), slot)).collect());
+            self.roomy =
+                Some(nodes.map(|(slot, node)| (self.room_key(slot), node.name.as_str(), slot)).collect());
         }
         let mut why = None;
         for &(_, node, slot) in self.roomy.iter().flatten() {

@@ -63,7 +63,7 @@ impl<'v> Draft<'v> {
         });
         let need = outlook.filter(|_| stays < wanted.count).map(|outlook| Need {
             model,
-            count: wanted.count - stays,
+            wanted: wanted.count,
             have: stays,
             outlook,
         });
@@ -96,7 +96,7 @@ impl<'v> Draft<'v> {
             if part == Part::Failed {
                 continue;
             }
-            serving.ordered += 1;
+            serving.ordered += u32::from(part == Part::Stays);
             serving.slots = serving.slots.max(placed.slots);
             if placed.is_ready() {
                 serving.ready += 1;
@@ -146,7 +146,8 @@ impl<'v> Draft<'v> {
 
     /// Replicas on nodes that must be left go once enough others are ready.
     fn leave(&mut self, model: Known<'v>, wanted: u32) {
-        let ready = self.parts(model).filter(|(_, placed, part)| *part == Part::Stays && placed.is_ready()).count();
+        let ready =
+            self.parts(model).filter(|(_, placed, part)| *part == Part::Stays && placed.is_ready()).count();
         if ready >= wanted as usize {
             self.leave_now(model);
         }
@@ -161,17 +162,23 @@ impl<'v> Draft<'v> {
     }
 
     /// Failed orders: serving ones fall when nobody wants them, or when they have cooled and another serves; copies
-    /// are tried again when they have cooled. Gives the moment when the next one has.
-    fn failed(&mut self, model: Known<'v>, wanted: u32, have: u32) -> Option<Timestamp> {
+    /// are tried again when they have cooled, or the spec changed. Gives the moment when the next one has.
+    pub(super) fn failed(&mut self, model: Known<'v>, wanted: u32, have: u32) -> Option<Timestamp> {
         let mut due = None;
         for (slot, placed) in model.entry.replicas() {
-            let lost = self.node(slot).state() == NodeState::Lost;
-            let Some(until) = self.cooling_until(model, placed).filter(|_| !lost) else { continue };
-            let Some(hold) = self.hold(model.name, slot, placed) else { continue };
+            if !placed.is_failed() || self.node(slot).state() == NodeState::Lost {
+                continue;
+            }
+            let until = self.cooling_until(model, placed).unwrap_or(self.now);
+            let Some(hold) =
+                self.hold(model.name, slot, placed).filter(|_| !self.is_changed(model.name, slot))
+            else {
+                continue;
+            };
             let cold = self.now >= until;
             if hold.serves() && (wanted == 0 || (cold && have >= wanted)) {
                 self.fall(model, slot, "it failed, and is not wanted any more".into());
-            } else if !hold.serves() && cold && !self.is_changed(model.name, slot) {
+            } else if !hold.serves() && cold {
                 self.order(model, slot, hold, false, format!("tried again after: {}", message(placed)));
             } else if !cold {
                 due = earlier(due, Some(until));
@@ -184,7 +191,8 @@ impl<'v> Draft<'v> {
     fn drifted(&mut self, model: Known<'v>) {
         for (slot, placed) in model.entry.replicas() {
             let lost = self.node(slot).state() == NodeState::Lost;
-            if placed.content == model.facts.content || lost || self.is_changed(model.name, slot) {
+            let failed = placed.is_failed() && placed.hold.serves();
+            if placed.content == model.facts.content || lost || failed || self.is_changed(model.name, slot) {
                 continue;
             }
             self.order(model, slot, placed.hold, false, "its Model's spec changed".into());
@@ -192,13 +200,20 @@ impl<'v> Draft<'v> {
     }
 
     /// A failure of the source that is not old enough to try again: no other node will fare better.
-    pub(super) fn source_failure(&self, model: Known<'v>) -> Option<(Unplaced, Timestamp)> {
-        model.entry.replicas().find_map(|(_, placed)| {
+    pub(super) fn source_failure(&self, model: Known<'v>) -> Option<Unplaced> {
+        model.entry.replicas().find_map(|(slot, placed)| {
             let Replica::Failed { cause, message } = &placed.state else { return None };
-            let until = self.cooling_until(model, placed).filter(|until| cause.is_source() && self.now < *until)?;
-            let unplaced =
-                Unplaced { why: NoRoom::Failed(*cause), message: message.clone(), refuse: true, retry: true };
-            Some((unplaced, until))
+            if self.node(slot).state() == NodeState::Lost {
+                return None;
+            }
+            let cools =
+                cause.is_source() && self.cooling_until(model, placed).is_some_and(|until| self.now < until);
+            cools.then(|| Unplaced {
+                why: NoRoom::Failed(*cause),
+                message: message.clone(),
+                refuse: true,
+                retry: true,
+            })
         })
     }
 }

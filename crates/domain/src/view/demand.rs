@@ -86,7 +86,8 @@ impl LoadHistory {
             })
             .sum();
         let tail = f64::from(self.last.1) * now.since(self.last.0.max(from)).as_secs_f64();
-        (past + tail) / span
+        // Pro-rating a bucket must not invent load that never was.
+        ((past + tail) / span).min(f64::from(self.peak(window, now)))
     }
 
     /// The highest value within the last `window`.

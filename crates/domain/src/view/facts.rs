@@ -192,7 +192,8 @@ impl ModelFacts {
     /// the host pool, so it takes both.
     pub fn claim(&self, hold: Hold) -> Claim {
         let Some(size) = self.size else { return Claim::default() };
-        let weights = ByteCount::new((size.bytes.div_ceil(CHUNK) + u64::from(size.files.max(1)) - 1) * CHUNK.get());
+        let weights =
+            ByteCount::new((size.bytes.div_ceil(CHUNK) + u64::from(size.files.max(1)) - 1) * CHUNK.get());
         let device = self.device_memory.unwrap_or(size.bytes);
         let (host, device) = match hold {
             Hold::Disk if self.content.pin_host => (weights, ByteCount::ZERO),
