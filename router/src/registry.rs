@@ -268,7 +268,7 @@ impl Registry {
         changes
     }
 
-    pub(crate) fn on_node(&mut self, told: Reflected<ModelNode>) -> Changes {
+    pub(crate) fn on_node(&mut self, told: &Reflected<ModelNode>) -> Changes {
         let before = self.nodes_lost.clone();
         let mut note = |node: &ModelNode, there: bool| {
             let name = node.object_ref().name;
@@ -278,7 +278,7 @@ impl Registry {
                 self.nodes_lost.remove(&name);
             }
         };
-        match &told {
+        match told {
             Reflected::Restarted(all) => all.iter().for_each(|node| note(node, true)),
             Reflected::Applied(node) => note(node, true),
             // Its replicas go with it, one by one.

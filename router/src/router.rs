@@ -113,7 +113,7 @@ impl Router {
             tokio::select! {
                 Some(told) = models.next() => self.cx.told(|registry| registry.on_model(told)),
                 Some(told) = replicas.next() => self.cx.told(|registry| registry.on_replica(told)),
-                Some(told) = nodes.next() => self.cx.told(|registry| registry.on_node(told)),
+                Some(told) = nodes.next() => self.cx.told(|registry| registry.on_node(&told)),
                 else => return,
             }
             if self.cx.registry().is_complete() {

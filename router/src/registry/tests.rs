@@ -1,3 +1,5 @@
+#![allow(clippy::needless_pass_by_value, reason = "worlds are written in a few words")]
+
 use pilotlight_api::model::ModelStatus;
 use pilotlight_api::replica::ModelReplicaStatus;
 use serde_json::json;
@@ -173,10 +175,10 @@ fn a_lost_node_serves_nothing() {
         }))
         .unwrap()
     };
-    let changes = registry.on_node(Reflected::Applied(node("False", "AgentLost")));
+    let changes = registry.on_node(&Reflected::Applied(node("False", "AgentLost")));
     assert!(changes.models.contains(&name("m")));
     assert!(registry.standing(&name("m")).unwrap().replicas.is_empty());
-    registry.on_node(Reflected::Restarted(vec![node("True", "AgentReady")]));
+    registry.on_node(&Reflected::Restarted(vec![node("True", "AgentReady")]));
     assert_eq!(registry.standing(&name("m")).unwrap().replicas.len(), 1);
 }
 

@@ -135,7 +135,11 @@ fn chain(error: &dyn std::error::Error) -> String {
 }
 
 async fn read_all(body: Incoming) -> Result<Bytes, String> {
-    Limited::new(body, ANSWER_BYTES_MAX).collect().await.map(|b| b.to_bytes()).map_err(|e| e.to_string())
+    Limited::new(body, ANSWER_BYTES_MAX)
+        .collect()
+        .await
+        .map(http_body_util::Collected::to_bytes)
+        .map_err(|e| e.to_string())
 }
 
 /// A session's events. Dropping them ends the session.

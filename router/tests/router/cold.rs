@@ -20,7 +20,7 @@ async fn a_cold_request_is_held_wakes_the_model_and_tells_its_phases() {
         assert_eq!((wake.in_flight, wake.quiet_seconds), (0, None));
         world.replica("m", "n1", &agent.url, json!({"phase": "Loading"})).await;
         let mut session = agent.next().await;
-        session.accept(Phases { read: 0.002, warm: 0.001, ..Phases::default() }).await;
+        session.accept(Phases { read: 0.000_02, warm: 0.000_01, ..Phases::default() }).await;
         session.token("warm").await;
         session.done(pilotlight_domain::session::FinishReason::Stop).await;
         world.operator.hears("m", |m| !m.cold_starts.is_empty()).await
@@ -36,7 +36,7 @@ async fn a_cold_request_is_held_wakes_the_model_and_tells_its_phases() {
     let sum: f64 = parts[1..].iter().map(|(_, v)| v).sum();
     assert!((sum - parts[0].1).abs() < 1e-5, "{header}");
     let phase = |name: &str| parts.iter().find(|(k, _)| *k == name).unwrap().1;
-    assert!((phase("read") - 0.002).abs() < 1e-6 && (phase("decide") - 0.001).abs() < 1e-6, "{header}");
+    assert!((phase("read") - 0.000_02).abs() < 1e-6 && (phase("decide") - 0.000_02).abs() < 1e-6, "{header}");
     assert!(phase("order") > 0.0 && phase("prefill") > 0.0, "{header}");
     let report = &told.cold_starts[0];
     assert_eq!((report.path.as_str(), report.estimate_seconds), ("disk", 2.0));
@@ -123,7 +123,7 @@ async fn an_agent_that_never_gets_ready_does_not_outlast_the_hold() {
     let body = chat("m", json!({})).to_string();
     let (answer, ()) =
         tokio::join!(world.send(http::Method::POST, "/v1/chat/completions", &headers, body), async {
-            agent.next().await.closed().await
+            agent.next().await.closed().await;
         });
     assert_eq!(answer.error(), "503 server_error/hold_expired -");
 }

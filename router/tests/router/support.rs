@@ -165,7 +165,7 @@ impl World {
             "apiVersion": "pilotlight.dev/v1alpha1", "kind": "ModelReplica",
             "metadata": {"name": format!("{model}-{node}"), "namespace": "default"},
             "spec": {"modelName": model, "modelUid": "", "nodeName": node, "sourceUri": "file:///nowhere",
-                "hold": "Host", "device": "Cpu", "orderGeneration": 1, "decideSeconds": 0.001},
+                "hold": "Host", "device": "Cpu", "orderGeneration": 1, "decideSeconds": 0.00002},
         }))
         .unwrap();
         self.store.apply(&replica).await.unwrap();
@@ -247,7 +247,10 @@ impl World {
     pub(crate) fn metric(&self, name: &str) -> f64 {
         let name = format!("pilotlight_router_{name}");
         let families = self.metrics.gather();
-        let found = families.iter().filter(|f| f.name() == name).flat_map(|f| f.get_metric());
+        let found = families
+            .iter()
+            .filter(|f| f.name() == name)
+            .flat_map(prometheus::proto::MetricFamily::get_metric);
         found.map(|m| m.get_counter().get_value() + m.get_gauge().get_value()).sum()
     }
 }
