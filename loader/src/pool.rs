@@ -140,6 +140,7 @@ impl HostPool {
         if chunk == 0 || !chunk.is_multiple_of(CHUNK_ALIGN) || bytes.get() < chunk {
             return Err(size_error);
         }
+        check_limits(bytes)?;
         let (Ok(chunks), Ok(chunk_usize)) = (u32::try_from(bytes.get() / chunk), usize::try_from(chunk))
         else {
             return Err(size_error);
@@ -147,7 +148,6 @@ impl HostPool {
         let Some(mapped) = (chunks as usize).checked_mul(chunk_usize) else {
             return Err(size_error);
         };
-        check_limits(bytes)?;
         if huge == HugePages::Reserve {
             reserve_huge_pages(mapped);
         }

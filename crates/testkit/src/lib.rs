@@ -1,1 +1,5 @@
 //! Worlds in a few words, tiny checkpoints, a faulty disk. For tests only.
+#![forbid(unsafe_code)]
+
+pub mod checkpoint;
+pub mod disk;
