@@ -6,6 +6,7 @@
 //! It deliberately does **not** know how anything runs: no clients, no servers, no clocks.
 #![forbid(unsafe_code)]
 
+pub mod columns;
 pub mod conditions;
 pub mod demand;
 pub mod model;

@@ -94,7 +94,7 @@ impl Kind {
         let root = if self.group().is_empty() { "/api/" } else { "/apis/" };
         let (version, plural) = (self.api_version(), self.plural());
         match namespace.filter(|_| self.namespaced()) {
-            Some(namespace) => format!("{root}{version}/namespaces/{namespace}/{plural}"),
+            Some(namespace) => format!("{root}{version}/namespaces/{}/{plural}", encode(namespace)),
             None => format!("{root}{version}/{plural}"),
         }
     }
@@ -141,7 +141,7 @@ impl ObjectRef {
 
     /// The path of this object.
     pub fn path(&self) -> String {
-        format!("{}/{}", self.kind.path(Some(&self.namespace)), self.name)
+        format!("{}/{}", self.kind.path(Some(&self.namespace)), encode(&self.name))
     }
 }
 
@@ -152,6 +152,20 @@ impl fmt::Display for ObjectRef {
             namespace => write!(f, "{} {namespace}/{}", self.kind, self.name),
         }
     }
+}
+
+/// Percent-encodes what is not unreserved.
+pub(crate) fn encode(text: &str) -> String {
+    let mut encoded = String::with_capacity(text.len());
+    for byte in text.bytes() {
+        match byte {
+            b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' => {
+                encoded.push(char::from(byte));
+            }
+            _ => encoded.push_str(&format!("%{byte:02X}")),
+        }
+    }
+    encoded
 }
 
 #[cfg(test)]
@@ -167,6 +181,10 @@ mod tests {
         check(Kind::ModelNode, "ignored", "/apis/pilotlight.dev/v1alpha1/modelnodes/x");
         check(Kind::Lease, "a", "/apis/coordination.k8s.io/v1/namespaces/a/leases/x");
         check(Kind::Event, "a", "/api/v1/namespaces/a/events/x");
+        assert_eq!(
+            ObjectRef::new(Kind::Event, "a", "x/../y z").path(),
+            "/api/v1/namespaces/a/events/x%2F..%2Fy%20z"
+        );
         assert_eq!(Kind::Event.path(None), "/api/v1/events");
         assert_eq!(Kind::of("pilotlight.dev/v1alpha1", "Model"), Some(Kind::Model));
         assert_eq!(Kind::of("apps/v1", "Deployment"), None);

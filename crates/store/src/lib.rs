@@ -14,14 +14,21 @@
 
 pub mod embedded;
 pub mod error;
+pub mod events;
+pub mod face;
 pub mod kind;
+pub mod lease;
 pub mod port;
 pub mod reflect;
+pub mod remote;
+mod status;
 pub mod typed;
 
 pub use embedded::{EmbeddedStore, OpenError};
 pub use error::{FieldError, StoreError, Verdict};
 pub use kind::{Kind, ObjectRef};
+pub use lease::{LeaseKeeper, Standing};
 pub use port::{Change, ClusterStore, DeleteOptions, Filter, Listed, Version, WatchStream};
 pub use reflect::{Reflected, reflect};
+pub use remote::{ConnectError, RemoteStore};
 pub use typed::{Stored, Typed, TypedChange, TypedList};

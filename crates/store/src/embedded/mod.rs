@@ -28,6 +28,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync
 use std::time::{Duration, Instant};
 
 use futures::FutureExt as _;
+use pilotlight_domain::Timestamp;
 use pilotlight_kit::clock::Clock;
 use serde_json::Value;
 use tokio::sync::oneshot;
@@ -155,6 +156,11 @@ impl EmbeddedStore {
                 retry_after: Some(Duration::from_secs(1)),
             }),
         }
+    }
+
+    /// What the store's clock says.
+    pub(crate) fn now(&self) -> Timestamp {
+        self.shared.clock.now()
     }
 
     pub(crate) fn read(&self, object: &ObjectRef) -> Result<Arc<Value>, StoreError> {
