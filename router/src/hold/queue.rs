@@ -116,6 +116,10 @@ pub(crate) struct Bounds {
 const DOWN_MIN: Duration = Duration::from_millis(100);
 const DOWN_MAX: Duration = Duration::from_secs(5);
 
+/// Further choices of a request that is being answered wait for the earlier ones, which may take as long as answers
+/// take: ten minutes is the default time-out of one.
+const FOLLOW_MAX: Duration = Duration::from_secs(600);
+
 /// See the module. Methods that may let somebody go push to `out`.
 #[derive(Debug)]
 pub(crate) struct Queue<W> {
@@ -467,7 +471,11 @@ impl<W> Line<W> {
     }
 
     fn deadline(&self, waiter: &Waiter<W>, bounds: Bounds) -> Instant {
-        let budget = if self.is_cold() { self.standing.terms.hold_max } else { bounds.queue_max };
+        let budget = match () {
+            () if !waiter.counted => FOLLOW_MAX,
+            () if self.is_cold() => self.standing.terms.hold_max,
+            () => bounds.queue_max,
+        };
         waiter.since + waiter.wait_max.map_or(budget, |max| max.min(budget))
     }
 }

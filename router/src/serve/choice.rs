@@ -26,6 +26,9 @@ use crate::openai::{ApiError, Code, Dropped};
 use crate::stopwatch::Stopwatch;
 use crate::upstream::{OpenError, SessionLog, Step};
 
+/// What a session gets at least, once it is opened at a replica that loads.
+const LAST_TRY: Duration = Duration::from_secs(1);
+
 /// What a choice says to the answer that it is part of.
 #[derive(Debug)]
 pub(super) struct Said {
@@ -59,7 +62,6 @@ enum Outcome {
 pub(super) struct Choice<'a> {
     job: &'a Job,
     index: usize,
-    spec: SessionSpec,
     watch: Stopwatch,
     session: demand::Session,
     out: mpsc::Sender<Said>,
@@ -73,7 +75,7 @@ pub(super) async fn run(job: &Job, index: usize, admitted: &CancellationToken, o
     }
     let session = job.cx.demand.session(&job.model.name);
     let watch = Stopwatch::new(job.arrived);
-    let mut choice = Choice { job, index, spec: job.spec(index), watch, session, out };
+    let mut choice = Choice { job, index, watch, session, out };
     if let Err(error) = choice.run(admitted).await {
         let _client_gone = choice.say(None, What::Failed(error)).await;
     }
@@ -85,7 +87,7 @@ impl Choice<'_> {
         let mut retries = 0;
         let mut entry = Entry {
             since: job.arrived,
-            wait_max: job.wishes.wait_max,
+            wait_max: job.wishes.wait_max.filter(|_| self.index == 0),
             bytes: if self.index == 0 { job.bytes } else { 0 },
             counted: self.index == 0,
             may_hold: job.may_hold(),
@@ -130,8 +132,8 @@ impl Choice<'_> {
         if !self.watch.cold {
             job.cx.metrics.overhead(now.saturating_duration_since(job.arrived));
         }
-        let held_until = job.held_until(self.watch.cold);
-        let opening = job.cx.agents.open(&place.replica.endpoint, &self.spec);
+        let held_until = self.held_until(now);
+        let opening = job.cx.agents.open(&place.replica.endpoint, job.spec(self.index));
         let mut events = match timeout_at(held_until, opening).await {
             Ok(Ok(events)) => events,
             Ok(Err(error)) => return self.not_opened(place, error),
@@ -185,6 +187,20 @@ impl Choice<'_> {
                 }
             }
         }
+    }
+
+    /// How long a session that is opened `now` may wait at its agent. A load counts from the arrival, as in the line;
+    /// a busy worker from here.
+    fn held_until(&self, now: Instant) -> Instant {
+        let job = self.job;
+        let until = if self.watch.cold {
+            // A try after a failure may come at the end of the budget, and gets a little time.
+            (job.arrived + job.model.terms.hold_max).max(now + LAST_TRY)
+        } else {
+            now + job.cx.queue_max
+        };
+        let wanted = job.wishes.wait_max.filter(|_| self.index == 0).map(|max| job.arrived + max);
+        wanted.map_or(until, |wanted| wanted.min(until))
     }
 
     /// The first token is here: what the headers say, and what is counted.
@@ -327,15 +343,6 @@ impl Job {
             generated: Vec::new(),
             sampling,
         }
-    }
-
-    /// How long a session that was opened may still wait at its agent.
-    fn held_until(&self, cold: bool) -> Instant {
-        let budget = if cold { self.model.terms.hold_max } else { self.cx.queue_max };
-        // A try after a failure starts late in the budget, but gets a little time.
-        let least = Instant::now() + Duration::from_secs(1);
-        let until = self.arrived + self.wishes.wait_max.map_or(budget, |max| max.min(budget));
-        if self.wishes.wait_max.is_some() { until } else { until.max(least) }
     }
 
     /// A 503 with the time after which it is worth trying again.

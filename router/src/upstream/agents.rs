@@ -68,11 +68,13 @@ impl Agents {
         Agents { client }
     }
 
-    /// Opens a session. Dropping it half-way closes the connection.
-    pub(crate) async fn open(&self, endpoint: &str, spec: &SessionSpec) -> Result<Events, OpenError> {
+    /// Opens a session. `spec` is dropped once it is written: while a session waits at its agent, only the written
+    /// form is kept here. Dropping it half-way closes the connection.
+    pub(crate) async fn open(&self, endpoint: &str, spec: SessionSpec) -> Result<Events, OpenError> {
         let url = format!("{}/v1/sessions", endpoint.trim_end_matches('/'));
         let unreachable = |cause: String| OpenError::Unreachable { url: url.clone(), cause };
-        let body = serde_json::to_vec(spec).map_err(|e| unreachable(e.to_string()))?;
+        let body = serde_json::to_vec(&spec).map_err(|e| unreachable(e.to_string()))?;
+        drop(spec);
         let response = self.send(&url, body).await.map_err(&unreachable)?;
         let status = response.status();
         let body = response.into_body();

@@ -134,6 +134,16 @@ fn each_regime_has_its_own_budget_and_a_change_starts_a_fresh_one() {
 }
 
 #[test]
+fn a_further_choice_waits_as_long_as_answers_take() {
+    let mut w = World::new(1000);
+    w.told(standing(vec![replica("r", true, 1)]));
+    assert_eq!(w.enter(1), "1→r");
+    w.enter_as(2, Entry { counted: false, ..entry(w.now) });
+    assert_eq!(w.after(599.0), "");
+    assert_eq!(w.freed("r"), "2→r");
+}
+
+#[test]
 fn a_shorter_wait_can_be_asked_for_but_no_longer_one() {
     let mut w = World::new(1000);
     w.told(standing(vec![]));
