@@ -25,6 +25,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use pilotlight_domain::ByteCount;
+use pilotlight_loader::mapping::WritableMap;
 
 use crate::model::ModelConfig;
 
@@ -98,6 +99,14 @@ impl KvRegion {
     /// processes included) until `owner` is dropped.
     pub unsafe fn from_raw(start: NonNull<u8>, bytes: usize, owner: Arc<dyn Any + Send + Sync>) -> Self {
         KvRegion { start, bytes, _owner: owner }
+    }
+
+    /// Chunks of the pool that this process was granted.
+    pub fn mapped(mut map: WritableMap) -> Self {
+        let bytes = map.len();
+        let start = NonNull::new(map.as_mut_ptr()).unwrap_or(NonNull::dangling());
+        // The map's addresses are the mapping's, not the struct's: they do not change when it moves.
+        KvRegion { start, bytes, _owner: Arc::new(map) }
     }
 
     /// Memory of this process's heap.

@@ -9,9 +9,13 @@ pub mod kv;
 pub mod sample;
 pub mod kernels;
 pub mod numerics;
+pub mod probe;
 pub mod threads;
 mod batch;
 pub mod frame;
 pub mod protocol;
 pub mod text;
 pub mod worker;
+
+#[cfg(test)]
+mod testing;

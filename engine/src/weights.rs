@@ -7,15 +7,29 @@
 //! Invariants: a view's byte length is its shape times its element size; ranges lie inside their owner. Any alignment
 //! is fine: the kernels load unaligned, because safetensors promises none.
 //!
-//! It deliberately does **not** parse files: names, shapes and ranges come from the loader's header parser.
+//! It deliberately does **not** parse or map files: the loader does, and gives a header and an owner.
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
+use pilotlight_loader::mapping::FileMap;
+use pilotlight_loader::safetensors::Header;
+
 /// Whoever keeps weight bytes alive and in place. `as_ref` must give the same bytes at the same address every time.
 pub type WeightOwner = Arc<dyn AsRef<[u8]> + Send + Sync>;
+
+/// A mapped file of the pool as an owner.
+pub fn mapped(file: FileMap) -> WeightOwner {
+    struct Mapped(FileMap);
+    impl AsRef<[u8]> for Mapped {
+        fn as_ref(&self) -> &[u8] {
+            &self.0
+        }
+    }
+    Arc::new(Mapped(file))
+}
 
 /// Element types that the engine computes with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -192,6 +206,21 @@ impl Weights {
             return Err(WeightError::Bytes { name: name.into(), range, shape: shape.into(), available });
         }
         self.tensors.insert(name.into(), Tensor { dtype, shape: shape.into(), owner: owner.clone(), range });
+        Ok(())
+    }
+
+    /// Adds all tensors of a safetensors file, whose whole bytes are `file`'s.
+    ///
+    /// # Errors
+    /// As [`insert`](Self::insert), at the first tensor that does not fit.
+    pub fn add_file(&mut self, header: &Header, file: &WeightOwner) -> Result<(), WeightError> {
+        // What does not fit a usize cannot lie in mapped bytes: `insert` refuses the largest number.
+        let index = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
+        for t in &header.tensors {
+            let shape: Vec<usize> = t.shape.iter().map(|d| index(*d)).collect();
+            let at = |offset: u64| index(header.data_start.saturating_add(offset));
+            self.insert(&t.name, &t.dtype.to_string(), &shape, file, at(t.begin)..at(t.end))?;
+        }
         Ok(())
     }
 

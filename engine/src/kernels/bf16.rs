@@ -102,3 +102,27 @@ unsafe fn tile<const R: usize>(
         }
     }
 }
+
+/// Independent dot products and nothing else: see `linear::multiply_adds`.
+///
+/// # Safety
+/// AVX512-BF16.
+#[inline(always)]
+pub(crate) unsafe fn multiply_adds(times: u64) -> u64 {
+    const CHAINS: usize = 24;
+    // SAFETY: 64 readable bytes; the instructions are the caller's promise.
+    unsafe {
+        let x = std::hint::black_box([0x3f00u16; WIDTH]);
+        let (a, b) = (load(x.as_ptr()), load(x.as_ptr()));
+        let mut acc = [_mm512_setzero_ps(); CHAINS];
+        for _ in 0..times {
+            for chain in &mut acc {
+                *chain = _mm512_dpbf16_ps(*chain, a, b);
+            }
+        }
+        for chain in acc.chunks_exact(NR) {
+            std::hint::black_box(Avx512::sum4([chain[0], chain[1], chain[2], chain[3]]));
+        }
+    }
+    times * (CHAINS * WIDTH * 2) as u64
+}

@@ -232,6 +232,32 @@ unsafe fn tile<S: Simd, E: Element, const R: usize>(
     }
 }
 
+/// Independent multiply-adds and nothing else, `times` rounds of them: the peak that products are measured against.
+/// Gives the number of multiplications and additions.
+///
+/// # Safety
+/// The set's instructions.
+#[inline(always)]
+pub(crate) unsafe fn multiply_adds<S: Simd>(times: u64) -> u64 {
+    const CHAINS: usize = 12;
+    // SAFETY: passed on to the caller.
+    unsafe {
+        // Hidden from the compiler, so that it computes them.
+        let x = std::hint::black_box([0.5f32; 16]);
+        let (a, b) = (S::load(x.as_ptr()), S::load(x.as_ptr()));
+        let mut acc = [S::zero(); CHAINS];
+        for _ in 0..times {
+            for chain in &mut acc {
+                *chain = S::fma(a, b, *chain);
+            }
+        }
+        for chain in acc.chunks_exact(NR) {
+            std::hint::black_box(S::sum4([chain[0], chain[1], chain[2], chain[3]]));
+        }
+    }
+    times * (CHAINS * S::LANES * 2) as u64
+}
+
 /// Puts the sums of the first block, adds those of the others.
 ///
 /// # Safety
@@ -246,3 +272,6 @@ pub(super) unsafe fn put(sums: [f32; NR], out: *mut f32, count: usize, first: bo
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,8 +1,8 @@
 //! The table of compiled kernels of a set.
 
 use super::attention::{Attention, attend};
-use super::linear::{Product, product};
-use super::simd::Portable;
+use super::linear::{Product, multiply_adds, product};
+use super::simd::{Portable, Simd};
 use super::{KernelError, KernelSet, pointwise};
 use crate::weights::WeightDtype;
 
@@ -16,6 +16,7 @@ pub(crate) struct Ops {
     round_row: unsafe fn(&[f32], &mut [u16]),
     rotate: unsafe fn(&mut [f32], &[f32], &[f32]),
     gate: unsafe fn(&[f32], &[f32], &mut [f32]),
+    multiply_adds: unsafe fn(WeightDtype, u64) -> u64,
 }
 
 impl Ops {
@@ -78,16 +79,21 @@ impl Ops {
         // SAFETY: `of` checked the instructions.
         unsafe { (self.gate)(gate, up, out) }
     }
+
+    pub(crate) fn multiply_adds(&self, dtype: WeightDtype, times: u64) -> u64 {
+        // SAFETY: `of` checked the instructions.
+        unsafe { (self.multiply_adds)(dtype, times) }
+    }
 }
 
 /// Compiles the kernels for one set: `product` may be its own, all others are the generic ones.
 macro_rules! kernels {
-    ($name:ident, $set:expr, $simd:ty, [$($features:literal)?], $product:expr) => {
+    ($name:ident, $set:expr, $simd:ty, [$($features:literal)?], $product:expr, $peak:expr) => {
         mod $name {
             use super::*;
 
             pub(super) static OPS: Ops =
-                Ops { set: $set, product: run_product, attend: run_attend, rms_norm, round_row, rotate, gate };
+                Ops { set: $set, product: run_product, attend: run_attend, rms_norm, round_row, rotate, gate, multiply_adds: run_peak };
 
             $(#[target_feature(enable = $features)])?
             unsafe fn run_product(p: &Product) {
@@ -116,17 +122,22 @@ macro_rules! kernels {
             unsafe fn gate(gate: &[f32], up: &[f32], out: &mut [f32]) {
                 pointwise::gate(gate, up, out);
             }
+            $(#[target_feature(enable = $features)])?
+            unsafe fn run_peak(dtype: WeightDtype, times: u64) -> u64 {
+                // SAFETY: promised by the caller.
+                unsafe { $peak(dtype, times) }
+            }
         }
     };
 }
 
-kernels!(scalar, KernelSet::Scalar, Portable, [], product::<Portable>);
+kernels!(scalar, KernelSet::Scalar, Portable, [], product::<Portable>, peak::<Portable>);
 
 #[cfg(target_arch = "x86_64")]
 use super::simd::{Avx2, Avx512};
 
 #[cfg(target_arch = "x86_64")]
-kernels!(avx2, KernelSet::Avx2, Avx2, ["avx2,fma,f16c"], product::<Avx2>);
+kernels!(avx2, KernelSet::Avx2, Avx2, ["avx2,fma,f16c"], product::<Avx2>, peak::<Avx2>);
 
 #[cfg(target_arch = "x86_64")]
 kernels!(
@@ -134,7 +145,8 @@ kernels!(
     KernelSet::Avx512,
     Avx512,
     ["avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl"],
-    product::<Avx512>
+    product::<Avx512>,
+    peak::<Avx512>
 );
 
 // bf16 weights have a dot product of their own; other weights run as without it.
@@ -144,7 +156,8 @@ kernels!(
     KernelSet::Avx512Bf16,
     Avx512,
     ["avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16"],
-    product_by_dtype
+    product_by_dtype,
+    peak_by_dtype
 );
 
 /// # Safety
@@ -155,5 +168,24 @@ unsafe fn product_by_dtype(p: &Product) {
     // SAFETY: promised by the caller.
     unsafe {
         if p.dtype == WeightDtype::Bf16 { super::bf16::product(p) } else { product::<Avx512>(p) }
+    }
+}
+
+/// # Safety
+/// As for the kernel.
+#[inline(always)]
+unsafe fn peak<S: Simd>(_dtype: WeightDtype, times: u64) -> u64 {
+    // SAFETY: promised by the caller.
+    unsafe { multiply_adds::<S>(times) }
+}
+
+/// # Safety
+/// As for the two kernels it chooses from.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+unsafe fn peak_by_dtype(dtype: WeightDtype, times: u64) -> u64 {
+    // SAFETY: promised by the caller.
+    unsafe {
+        if dtype == WeightDtype::Bf16 { super::bf16::multiply_adds(times) } else { multiply_adds::<Avx512>(times) }
     }
 }

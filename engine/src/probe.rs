@@ -1,0 +1,88 @@
+//! What this machine can do at most: read bandwidth and multiply-add rate, measured with the engine's own threads and
+//! instructions. Benchmarks report against these.
+//!
+//! Both are the best of a few short rounds: anything else running on the cores can only make a round slower.
+
+use std::hint::black_box;
+use std::time::{Duration, Instant};
+
+use crate::kernels::{KernelSet, Ops};
+use crate::threads::ThreadPool;
+use crate::weights::WeightDtype;
+
+/// Bytes that a thread reads at a time.
+const PIECE: usize = 1 << 20;
+
+/// The best rate, in bytes per second, at which all threads together read `memory`, over some rounds.
+///
+/// `memory` should be several times the last-level cache, for example a model's weights.
+pub fn read_bandwidth(threads: &mut ThreadPool, memory: &[&[u8]], rounds: usize) -> f64 {
+    let pieces: Vec<&[u8]> = memory.iter().flat_map(|m| m.chunks(PIECE)).collect();
+    let bytes: usize = pieces.iter().map(|p| p.len()).sum();
+    best(rounds, || {
+        threads.run_many(pieces.len(), |i, _| {
+            black_box(read(pieces[i]));
+        });
+        bytes as f64
+    })
+}
+
+/// Touches every word. Eight independent sums, so that it waits for memory and nothing else.
+fn read(bytes: &[u8]) -> u64 {
+    let mut sums = [0u64; 8];
+    for line in bytes.chunks_exact(64) {
+        for (sum, word) in sums.iter_mut().zip(line.chunks_exact(8)) {
+            *sum ^= u64::from_ne_bytes([word[0], word[1], word[2], word[3], word[4], word[5], word[6], word[7]]);
+        }
+    }
+    sums.iter().fold(0, |a, b| a ^ b)
+}
+
+/// The best rate, in multiplications and additions per second, of the multiply-add instruction that a kernel set uses
+/// for weights of this dtype, on all threads.
+///
+/// # Panics
+/// If this machine cannot run the set.
+pub fn multiply_add_peak(threads: &mut ThreadPool, set: KernelSet, dtype: WeightDtype, rounds: usize) -> f64 {
+    let ops = Ops::of(set).expect("the caller runs this set");
+    /// Some tenths of a millisecond for each chunk.
+    const TIMES: u64 = 20_000;
+    let chunks = threads.threads() * 50;
+    best(rounds, || {
+        let done = std::sync::atomic::AtomicU64::new(0);
+        threads.run(chunks, |_, _| {
+            let operations = ops.multiply_adds(dtype, TIMES);
+            done.fetch_add(operations, std::sync::atomic::Ordering::Relaxed);
+        });
+        done.into_inner() as f64
+    })
+}
+
+/// The best of some rounds of work that says how much it did, per second.
+fn best(rounds: usize, mut round: impl FnMut() -> f64) -> f64 {
+    let mut rate = 0f64;
+    for _ in 0..rounds {
+        let start = Instant::now();
+        let work = round();
+        let seconds = start.elapsed().max(Duration::from_nanos(1)).as_secs_f64();
+        rate = rate.max(work / seconds);
+    }
+    rate
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rates_are_of_a_plausible_size() {
+        let mut threads = ThreadPool::new(1).unwrap();
+        let memory = vec![1u8; 4 << 20];
+        let bandwidth = read_bandwidth(&mut threads, &[&memory], 2);
+        assert!((1e8..1e13).contains(&bandwidth), "{bandwidth}");
+        for set in KernelSet::available() {
+            let peak = multiply_add_peak(&mut threads, set, WeightDtype::Bf16, 1);
+            assert!((1e8..1e14).contains(&peak), "{set}: {peak}");
+        }
+    }
+}
