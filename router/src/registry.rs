@@ -450,10 +450,12 @@ fn replica_view(replica: &ModelReplica) -> Option<ReplicaView> {
         Hold::Device => true,
     };
     let accepted = status.order_generation >= spec.order_generation;
+    // A newer order to go on serving is no interruption.
+    let serves_on = status.phase == ReplicaPhase::Ready && !status.serving_on.is_empty();
     let leaving = spec.drain_deadline.is_some() || replica.metadata.deletion_timestamp.is_some();
     use ReplicaPhase::{Failed, Loading, Pending, Ready, Staging};
     let accepts = serving_order
-        && accepted
+        && (accepted || serves_on)
         && !leaving
         && !status.endpoint.is_empty()
         && matches!(status.phase, Pending | Staging | Loading | Ready);

@@ -52,7 +52,7 @@ impl Account {
 pub(crate) struct Ledger {
     router: String,
     accounts: HashMap<ModelName, Account>,
-    /// Something changed that must not wait: a first request, a last byte.
+    /// Something changed that must not wait: a wake.
     urgent: bool,
     /// The last cold start told of each model: the moment when a replica accepted tells them apart.
     cold_starts_told: HashMap<ModelName, Instant>,
@@ -79,13 +79,17 @@ impl Ledger {
 
     pub(super) fn begin(&mut self, model: &ModelName, stage: Stage) {
         let account = self.account(model);
-        let first = account.held + account.in_flight == 0;
         match stage {
             Stage::Held => account.held += 1,
             Stage::InFlight => account.in_flight += 1,
             Stage::Body => account.bodies += 1,
         }
-        self.urgent |= first && stage == Stage::Held;
+    }
+
+    /// A session waits for a model without a ready replica. One wake is enough for all.
+    pub(super) fn wake(&mut self, model: &ModelName) {
+        let unsent = self.account(model).wake_sent.is_none();
+        self.urgent |= unsent;
     }
 
     pub(super) fn end(&mut self, model: &ModelName, stage: Stage, now: Instant) {
@@ -99,11 +103,9 @@ impl Ledger {
         if account.held == 0 {
             account.wake_sent = None;
         }
-        let last = !account.is_open();
-        if last {
+        if !account.is_open() {
             account.ended = Some(now);
         }
-        self.urgent |= last;
     }
 
     /// A request that may not wait wants its model woken.
@@ -230,10 +232,15 @@ mod tests {
         assert_eq!(ledger.pending(), None);
         ledger.begin(&model(), Stage::Body);
         ledger.begin(&model(), Stage::Held);
+        assert_eq!(ledger.pending(), Some(Urgency::Soon));
+        ledger.wake(&model());
         assert_eq!(ledger.pending(), Some(Urgency::Now));
         assert_eq!(told(&mut ledger, now), "m held 1 in flight 0 quiet None");
         ledger.answered();
         assert_eq!(ledger.pending(), Some(Urgency::Later));
+        // Another one for the same wake.
+        ledger.wake(&model());
+        assert_eq!(ledger.pending(), Some(Urgency::Soon));
         assert_eq!(ledger.wake_sent(&model()), Some(now));
         ledger.begin(&model(), Stage::InFlight);
         ledger.end(&model(), Stage::Held, now);
@@ -242,7 +249,7 @@ mod tests {
         assert_eq!(told(&mut ledger, now), "m held 0 in flight 1 quiet None");
         ledger.answered();
         ledger.end(&model(), Stage::Body, now);
-        assert_eq!(ledger.pending(), Some(Urgency::Now));
+        assert_eq!(ledger.pending(), Some(Urgency::Soon));
         assert_eq!(told(&mut ledger, now + Duration::from_secs(2)), "m held 0 in flight 0 quiet Some(2.0)");
         ledger.answered();
         assert_eq!(ledger.pending(), None);

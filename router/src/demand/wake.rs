@@ -1,5 +1,5 @@
-//! One task tells the operator: at once when a model is first wanted or last left, a moment later for other changes,
-//! and each second while anything is open. However many wait, a wake is one entry of one report.
+//! One task tells the operator: at once when a model must wake, a moment later for other changes, and each second while
+//! anything is open. However many wait, a wake is one entry of one report.
 //!
 //! A report that is not answered is made anew and sent again, with back-off; so wakes outlive an operator that is
 //! away. Warm serving does not notice.
@@ -67,6 +67,11 @@ impl Demand {
     /// A session waits.
     pub(crate) fn session(self: &Arc<Self>, model: &ModelName) -> Session {
         self.begin(model, Stage::Held)
+    }
+
+    /// A session waits for a model without a ready replica.
+    pub(crate) fn wake(&self, model: &ModelName) {
+        self.change(|ledger| ledger.wake(model));
     }
 
     fn begin(self: &Arc<Self>, model: &ModelName, stage: Stage) -> Session {

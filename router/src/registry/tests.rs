@@ -87,6 +87,8 @@ fn sessions_may_be_opened_where_a_serving_order_was_accepted() {
         (json!({}), json!({"phase": "Pending"}), true, false),
         (json!({}), json!({"phase": "Ready", "slots": 4}), true, true),
         (json!({}), json!({"orderGeneration": 1}), false, false),
+        (json!({}), json!({"orderGeneration": 1, "phase": "Ready"}), false, false),
+        (json!({}), json!({"orderGeneration": 1, "phase": "Ready", "servingOn": ["cpu"]}), true, true),
         (json!({}), json!({"endpoint": ""}), false, false),
         (json!({}), json!({"phase": "Draining"}), false, false),
         (json!({}), json!({"phase": "Failed"}), false, false),

@@ -98,18 +98,20 @@ impl Choice<'_> {
         loop {
             let ticket = job.cx.gate.enter(&job.model.name, entry.clone());
             self.watch.cold |= ticket.is_cold() && entry.rank.is_none();
+            if ticket.is_cold() {
+                job.cx.demand.wake(&job.model.name);
+            }
             entry.rank = Some(ticket.rank());
             let place = ticket.place().await;
             let waited = job.arrived.elapsed();
             job.cx.metrics.held(waited, if place.is_ok() { "released" } else { "refused" });
             let place = place.map_err(|refusal| self.refused(refusal))?;
             admitted.cancel();
-            let outcome = self.attempt(&place).await;
-            self.session.taken(false);
-            match outcome {
+            match self.attempt(&place).await {
                 Outcome::Ended | Outcome::Deserted => return Ok(()),
                 Outcome::Fatal(error) => return Err(error),
                 Outcome::Again { why, counted } => {
+                    self.session.taken(false);
                     retries += u32::from(counted);
                     if retries > job.model.retries {
                         return Err(why);
@@ -176,6 +178,7 @@ impl Choice<'_> {
                 Step::Done { reason, usage } => {
                     let first = served.take().map(|served| self.first_token(served, place));
                     let said = self.say(first, What::Done { reason, usage }).await;
+                    job.cx.tasks.spawn(events.finish());
                     return if said.is_ok() { Outcome::Ended } else { Outcome::Deserted };
                 }
                 Step::Failed { code, message, retry } => {

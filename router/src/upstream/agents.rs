@@ -21,6 +21,9 @@ const CONNECT_MAX: Duration = Duration::from_secs(3);
 /// An answer that is not a stream: an error with its message, or a small report.
 const ANSWER_BYTES_MAX: usize = 1 << 20;
 
+/// The end of an answer comes with its last event, or is not worth waiting for.
+const FINISH_MAX: Duration = Duration::from_secs(1);
+
 /// Connections to everybody that this router speaks to.
 #[derive(Clone, Debug)]
 pub(crate) struct Agents {
@@ -157,6 +160,12 @@ impl fmt::Debug for Events {
 }
 
 impl Events {
+    /// Reads past the last event, so that the connection can be used again.
+    pub(crate) async fn finish(mut self) {
+        let rest = async { while let Some(Ok(_)) = self.body.frame().await {} };
+        let _best_effort = tokio::time::timeout(FINISH_MAX, rest).await;
+    }
+
     /// The next event. Dropping it half-way loses nothing.
     pub(crate) async fn next(&mut self) -> Result<SessionEvent, StreamError> {
         loop {
