@@ -184,11 +184,15 @@ mod tests {
 
     #[test]
     fn devices_read_and_print() {
-        for text in ["cpu", "sim", "sim:start=4s,copy=8GiB/s,memory=16GiB,speed=4x", "sim:speed=0.5x,start=500ms"] {
+        for text in
+            ["cpu", "sim", "sim:start=4s,copy=8GiB/s,memory=16GiB,speed=4x", "sim:speed=0.5x,start=500ms"]
+        {
             let device: DeviceSpec = text.parse().unwrap();
             assert_eq!(device.to_string().parse::<DeviceSpec>().unwrap(), device, "{text}");
         }
-        let DeviceSpec::Sim(sim) = "sim:start=500ms,copy=2GiB/s".parse().unwrap() else { panic!("not a sim") };
+        let DeviceSpec::Sim(sim) = "sim:start=500ms,copy=2GiB/s".parse().unwrap() else {
+            panic!("not a sim")
+        };
         assert_eq!((sim.start, sim.speed), (Duration::from_millis(500), 4.0));
     }
 

@@ -2,9 +2,25 @@
 #![forbid(unsafe_code)]
 
 mod agent;
+mod board;
 mod device;
+mod failure;
+mod gate;
+mod kv;
+mod ledger;
+mod loads;
+mod metrics;
+mod orders;
+mod rates;
+mod report;
+mod sessions;
 mod settings;
+mod staging;
+mod tiers;
+mod timeline;
+mod workers;
 
 pub use agent::{AgentError, run};
 pub use device::{DeviceSpec, ParseDeviceError, SimSpec};
-pub use settings::{Config, Limits, Reader, Settings, SettingsError, WorkerProgram};
+pub use pilotlight_loader::readers::ReaderKind;
+pub use settings::{Config, Limits, Settings, SettingsError, WorkerProgram};

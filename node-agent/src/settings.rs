@@ -3,8 +3,9 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 use pilotlight_domain::{ByteCount, NodeName};
+use pilotlight_loader::readers::ReaderKind;
 use serde::{Deserialize, Serialize};
 
 use crate::device::DeviceSpec;
@@ -44,24 +45,11 @@ pub struct Settings {
     #[arg(long, value_name = "URL")]
     pub advertise: Option<String>,
     /// How files are read.
-    #[arg(long, value_enum, default_value_t = Reader::Auto)]
-    pub reader: Reader,
+    #[arg(long, default_value_t = ReaderKind::Auto, value_name = "auto|uring|pread")]
+    pub reader: ReaderKind,
     /// `file://` sources must lie below one of these folders; none: anywhere. May be repeated.
     #[arg(long, value_name = "DIR")]
     pub source_root: Vec<PathBuf>,
-}
-
-/// How files are read.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Reader {
-    /// `uring` where the system allows it, else `pread`.
-    #[default]
-    Auto,
-    /// One io_uring with a deep queue.
-    Uring,
-    /// Threads that call pread.
-    Pread,
 }
 
 /// Settings that cannot work. All of them are usage errors.
@@ -71,7 +59,9 @@ pub enum SettingsError {
     #[error("--node")]
     Node(#[from] pilotlight_domain::ids::ParseIdError),
     /// Too small to hold anything.
-    #[error("--host-memory {given} is too small: at least {min} are needed (a chunk of weights and one of KV pages)")]
+    #[error(
+        "--host-memory {given} is too small: at least {min} are needed (a chunk of weights and one of KV pages)"
+    )]
     HostMemorySmall {
         /// As given.
         given: ByteCount,
@@ -159,7 +149,7 @@ pub struct Config {
     /// How routers reach it, if not at the address it listens on; without a slash at its end.
     pub advertise: Option<String>,
     /// How files are read.
-    pub reader: Reader,
+    pub reader: ReaderKind,
     /// `file://` sources lie below one of these; none: anywhere.
     pub source_roots: Vec<PathBuf>,
     /// What to start as workers.
@@ -294,7 +284,7 @@ mod tests {
             listen: "127.0.0.1:0".into(),
             admin_listen: None,
             advertise: None,
-            reader: Reader::Auto,
+            reader: ReaderKind::Auto,
             source_root: Vec::new(),
         }
     }
@@ -318,7 +308,9 @@ mod tests {
     #[test]
     fn what_cannot_work_is_refused_by_its_flag() {
         assert!(refused(|s| s.node = "No Name".into()).contains("--node"));
-        assert!(refused(|s| s.host_memory = ByteCount::from_mib(1)).contains("--host-memory 1MiB is too small"));
+        assert!(
+            refused(|s| s.host_memory = ByteCount::from_mib(1)).contains("--host-memory 1MiB is too small")
+        );
         assert!(refused(|s| s.host_memory = ByteCount::from_gib(1 << 20)).contains("too large"));
         assert!(refused(|s| s.disk = ByteCount::ZERO).contains("--disk"));
         assert!(refused(|s| s.device.clear()).contains("no --device"));

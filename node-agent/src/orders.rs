@@ -1,0 +1,25 @@
+//! Orders: what the operator wants held here, and the task that holds it.
+//!
+//! ```text
+//! ModelReplicas of this node ─watch─► desk ─generation right? persisted─► a task per object ─► status
+//!                                                                           │ view
+//!                                                        sessions ◄─────────┘
+//! ```
+//!
+//! | file | is |
+//! |---|---|
+//! | `order` | a ModelReplica's spec, parsed once |
+//! | `accept` | which order counts: pure |
+//! | `step` | what to do next: pure |
+//! | `replica` | the task: carries steps out, one after the other, each cancellable |
+//! | `face` | what sessions see of it |
+//! | `status` | writes its status: a change of state at once, progress once a second |
+//! | `desk` | reads orders, starts tasks |
+
+pub(crate) mod accept;
+pub(crate) mod desk;
+pub(crate) mod face;
+pub(crate) mod order;
+pub(crate) mod replica;
+pub(crate) mod status;
+pub(crate) mod step;

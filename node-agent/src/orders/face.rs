@@ -1,0 +1,131 @@
+//! What sessions see of a replica, and the other way round: how many they are.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use pilotlight_domain::{ModelName, Phase, Phases};
+use pilotlight_engine::protocol::ModelKey;
+use tokio::sync::watch;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+use crate::failure::Failure;
+use crate::timeline::Timeline;
+use crate::workers::{Life, Worker};
+
+/// What a session may expect.
+#[derive(Clone)]
+pub(crate) enum View {
+    /// It will serve: wait.
+    Waiting,
+    /// It serves.
+    Serving(Serving),
+    /// It holds, but serves nobody.
+    Idle,
+    /// It serves what is open, nothing new.
+    Draining,
+    /// It cannot be held.
+    Failed(Failure),
+}
+
+/// Where sessions start.
+#[derive(Clone)]
+pub(crate) struct Serving {
+    pub(crate) worker: Worker,
+    pub(crate) life: Arc<Life>,
+    pub(crate) model: ModelKey,
+    /// Pulled when open sessions have had their time.
+    pub(crate) cut: CancellationToken,
+}
+
+/// One replica, as sessions know it. Share it in an `Arc`.
+pub(crate) struct Face {
+    pub(crate) view: watch::Receiver<View>,
+    timeline: Mutex<Timeline>,
+    open: watch::Sender<usize>,
+}
+
+impl Face {
+    pub(crate) fn new() -> (Arc<Face>, watch::Sender<View>) {
+        let (sender, view) = watch::channel(View::Waiting);
+        (Arc::new(Face { view, timeline: Mutex::default(), open: watch::Sender::new(0) }), sender)
+    }
+
+    /// Counts a session until the answer is dropped. Enter first and look at the view then: a drain looks at the
+    /// count after it changed the view, so it sees every session that saw the old view.
+    pub(crate) fn enter(self: &Arc<Self>) -> Entered {
+        self.open.send_modify(|n| *n += 1);
+        Entered(self.clone())
+    }
+
+    pub(crate) fn open(&self) -> usize {
+        *self.open.borrow()
+    }
+
+    /// Resolves when no session is open. Dropping it half-way is safe.
+    pub(crate) async fn empty(&self) {
+        let mut open = self.open.subscribe();
+        // The sender lives as long as we do.
+        let _never_closed = open.wait_for(|&n| n == 0).await;
+    }
+
+    pub(crate) fn turn(&self, phase: Option<Phase>) {
+        self.timeline().turn(Instant::now(), phase);
+    }
+
+    pub(crate) fn waited(&self, from: Instant, to: Instant) -> Phases {
+        self.timeline().clip(from, to)
+    }
+
+    fn timeline(&self) -> MutexGuard<'_, Timeline> {
+        self.timeline.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// An open session's place in the count.
+pub(crate) struct Entered(Arc<Face>);
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        self.0.open.send_modify(|n| *n -= 1);
+    }
+}
+
+/// Every replica of this node, by model. Cheap to clone.
+#[derive(Clone, Default)]
+pub(crate) struct Faces(Arc<Mutex<HashMap<ModelName, Arc<Face>>>>);
+
+impl Faces {
+    pub(crate) fn get(&self, model: &ModelName) -> Option<Arc<Face>> {
+        self.map().get(model).cloned()
+    }
+
+    /// The newest replica of a model is the one that sessions find.
+    pub(crate) fn put(&self, model: ModelName, face: Arc<Face>) {
+        self.map().insert(model, face);
+    }
+
+    /// Takes this very replica away, not a newer one.
+    pub(crate) fn remove(&self, model: &ModelName, face: &Arc<Face>) {
+        let mut map = self.map();
+        if map.get(model).is_some_and(|other| Arc::ptr_eq(other, face)) {
+            map.remove(model);
+        }
+    }
+
+    /// All of them, by name.
+    pub(crate) fn all(&self) -> Vec<(ModelName, Arc<Face>)> {
+        let mut all: Vec<_> = self.map().iter().map(|(m, f)| (m.clone(), f.clone())).collect();
+        all.sort_by(|a, b| a.0.cmp(&b.0));
+        all
+    }
+
+    /// Sessions open on all of them.
+    pub(crate) fn open(&self) -> usize {
+        self.map().values().map(|face| face.open()).sum()
+    }
+
+    fn map(&self) -> MutexGuard<'_, HashMap<ModelName, Arc<Face>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

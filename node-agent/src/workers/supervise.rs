@@ -1,0 +1,205 @@
+//! Keeps one device's worker running.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
+
+use pilotlight_engine::frame;
+use pilotlight_engine::protocol::{FromWorker, ModelKey, SessionKey, ToWorker};
+use pilotlight_kit::Backoff;
+use pilotlight_loader::pool::HostPool;
+use tokio::sync::{mpsc, watch};
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+use super::launch::{Launch, Running};
+use super::life::{About, FRAMES, FrameStream, Life, read_frames, write_frames};
+use crate::board::Board;
+use crate::settings::Limits;
+
+/// A worker that lived so long did start: the next restart does not wait long.
+const STEADY: Duration = Duration::from_secs(10);
+/// After its socket closed a worker leaves by itself within this, or is killed.
+const LEAVE: Duration = Duration::from_secs(2);
+/// So many early deaths in a row are a crash loop: it goes on, but a person should look.
+const CRASH_LOOP: u32 = 5;
+
+/// Where a device's worker is.
+#[derive(Clone)]
+pub(crate) enum WorkerState {
+    /// Its process starts.
+    Starting,
+    /// It takes models.
+    Up(Arc<Life>),
+    /// It died early so many times in a row, and is started again soon.
+    Down { early_deaths: u32 },
+}
+
+impl WorkerState {
+    /// As the node's status says it.
+    pub(crate) fn as_str(&self) -> &'static str {
+        match self {
+            WorkerState::Starting => "Starting",
+            WorkerState::Up(_) => "Ready",
+            WorkerState::Down { early_deaths } if *early_deaths >= CRASH_LOOP => "Failed",
+            WorkerState::Down { .. } => "Restarting",
+        }
+    }
+}
+
+/// A device's worker, as orders and sessions see it. Cheap to clone.
+#[derive(Clone)]
+pub(crate) struct Worker {
+    pub(crate) device: &'static str,
+    pub(crate) state: watch::Receiver<WorkerState>,
+    keys: Arc<Keys>,
+}
+
+#[derive(Default)]
+struct Keys {
+    model: AtomicU32,
+    session: AtomicU64,
+}
+
+impl Worker {
+    /// The worker's life, as soon as it has one. Dropping it half-way is safe.
+    pub(crate) async fn up(&self) -> Option<Arc<Life>> {
+        let mut state = self.state.clone();
+        let up =
+            state.wait_for(|s| matches!(s, WorkerState::Up(life) if !life.dead.is_cancelled())).await.ok()?;
+        match &*up {
+            WorkerState::Up(life) => Some(life.clone()),
+            WorkerState::Starting | WorkerState::Down { .. } => None,
+        }
+    }
+
+    pub(crate) fn new_model(&self) -> ModelKey {
+        ModelKey(self.keys.model.fetch_add(1, Ordering::Relaxed))
+    }
+
+    pub(crate) fn new_session(&self) -> SessionKey {
+        SessionKey(self.keys.session.fetch_add(1, Ordering::Relaxed))
+    }
+}
+
+/// What a supervisor needs.
+pub(crate) struct Supervisor {
+    pub(crate) device: &'static str,
+    pub(crate) launcher: Arc<dyn Launch>,
+    pub(crate) pool: Arc<HostPool>,
+    pub(crate) board: Board,
+    pub(crate) limits: Limits,
+    /// Ends the worker and the supervisor.
+    pub(crate) stop: CancellationToken,
+}
+
+impl Supervisor {
+    /// The worker's face, and what keeps it running: spawn that.
+    pub(crate) fn start(self) -> (Worker, impl Future<Output = ()> + Send + 'static) {
+        let (told, state) = watch::channel(WorkerState::Starting);
+        let worker = Worker { device: self.device, state, keys: Arc::default() };
+        (worker, self.run(told))
+    }
+
+    async fn run(self, told: watch::Sender<WorkerState>) {
+        let mut backoff = Backoff::new(self.limits.restart_backoff.0, self.limits.restart_backoff.1);
+        let mut early_deaths = 0;
+        let mut number = 0;
+        loop {
+            self.tell(&told, WorkerState::Starting);
+            let started = Instant::now();
+            let reason = self.live(number, &told).await;
+            number += 1;
+            if self.stop.is_cancelled() {
+                return;
+            }
+            self.board.metrics().worker_ended(reason);
+            if started.elapsed() > STEADY {
+                backoff.reset();
+                early_deaths = 0;
+            }
+            early_deaths += 1;
+            if early_deaths == CRASH_LOOP {
+                tracing::error!(device = self.device, early_deaths, "the worker dies again and again");
+            }
+            self.tell(&told, WorkerState::Down { early_deaths });
+            tokio::select! {
+                () = backoff.wait() => {}
+                () = self.stop.cancelled() => return,
+            }
+        }
+    }
+
+    fn tell(&self, told: &watch::Sender<WorkerState>, state: WorkerState) {
+        told.send_replace(state);
+        self.board.changed();
+    }
+
+    /// One life; returns why it ended, as the metric says it.
+    async fn live(&self, number: u64, told: &watch::Sender<WorkerState>) -> &'static str {
+        let device = self.device;
+        let (socket, mut running) = match self.launch() {
+            Ok(launched) => launched,
+            Err(error) => {
+                tracing::error!(device, %error, "the worker did not start");
+                return "start";
+            }
+        };
+        let (read, write) = socket.into_split();
+        let mut frames = FrameStream::new(read);
+        let hello = tokio::select! {
+            hello = tokio::time::timeout(self.limits.hello_max, frames.next()) => hello.ok().flatten(),
+            () = self.stop.cancelled() => None,
+        };
+        let Some(FromWorker::Hello { device: name, product, numerics, threads }) = hello else {
+            running.kill.cancel();
+            let status = running.exited.await;
+            if !self.stop.is_cancelled() {
+                tracing::error!(device, status, "the worker did not say hello");
+            }
+            return "hello";
+        };
+        tracing::info!(device, pid = running.pid, product, numerics, threads, "worker ready");
+        let (queue, queued) = mpsc::channel::<ToWorker>(FRAMES);
+        let about = About { device: name, product, numerics, threads };
+        let life = Life::new(number, about, queue, running.kill.clone());
+        self.tell(told, WorkerState::Up(life.clone()));
+        let writing = write_frames(write, queued);
+        let reading = read_frames(life.clone(), frames);
+        let status = tokio::select! {
+            // The process may be gone before its last words are read: whoever waits replays anyway.
+            status = &mut running.exited => status,
+            () = reading => self.after_end(&mut running).await,
+            () = writing => self.after_end(&mut running).await,
+            () = self.stop.cancelled() => self.after_end(&mut running).await,
+        };
+        life.bury();
+        if !self.stop.is_cancelled() {
+            tracing::warn!(device, pid = running.pid, status, "the worker ended; it is started again");
+        }
+        "exit"
+    }
+
+    /// The socket is closed, or will be with the futures just dropped: the worker leaves, or is killed.
+    async fn after_end(&self, running: &mut Running) -> String {
+        match tokio::time::timeout(LEAVE, &mut running.exited).await {
+            Ok(status) => status,
+            Err(_) => {
+                running.kill.cancel();
+                (&mut running.exited).await
+            }
+        }
+    }
+
+    fn launch(&self) -> io::Result<(tokio::net::UnixStream, Running)> {
+        let (ours, theirs) = std::os::unix::net::UnixStream::pair()?;
+        let hello =
+            ToWorker::Hello { chunk_bytes: self.pool.chunk_bytes(), chunks: self.pool.chunks_total() };
+        frame::send_hello(&ours, &hello, self.pool.fd()).map_err(io::Error::other)?;
+        ours.set_nonblocking(true)?;
+        let ours = tokio::net::UnixStream::from_std(ours)?;
+        let running = self.launcher.launch(self.device, theirs)?;
+        Ok((ours, running))
+    }
+}
