@@ -200,31 +200,69 @@ mod tests {
         check(&[waits(20)], 2, &Plan { admit: vec![(0, 20)], rows: vec![(0, 20)], ..nothing.clone() });
         check(&[waits(40)], 2, &Plan { hopeless: vec![0], ..nothing.clone() });
         // Beside another one it waits, and says what it lacks.
-        check(&[runs(20, 19, 2), waits(20)], 3, &Plan { rows: vec![(0, 1)], pages_lacking: 1, ..nothing.clone() });
+        check(
+            &[runs(20, 19, 2), waits(20)],
+            3,
+            &Plan { rows: vec![(0, 1)], pages_lacking: 1, ..nothing.clone() },
+        );
         // First come, first served: a small one does not overtake.
-        check(&[runs(20, 19, 2), waits(90), waits(1)], 4, &Plan { rows: vec![(0, 1)], pages_lacking: 4, ..nothing.clone() });
+        check(
+            &[runs(20, 19, 2), waits(90), waits(1)],
+            4,
+            &Plan { rows: vec![(0, 1)], pages_lacking: 4, ..nothing.clone() },
+        );
         // Slots are bounded.
-        check(&[runs(20, 19, 2), runs(5, 4, 1), waits(5)], 99, &Plan { rows: vec![(0, 1), (1, 1)], ..nothing.clone() });
+        check(
+            &[runs(20, 19, 2), runs(5, 4, 1), waits(5)],
+            99,
+            &Plan { rows: vec![(0, 1), (1, 1)], ..nothing.clone() },
+        );
         // A long prompt takes a chunk, beside the row of the one that decodes.
-        check(&[runs(500, 0, 32), runs(5, 4, 1)], 0, &Plan { rows: vec![(0, 64), (1, 1)], ..nothing.clone() });
+        check(
+            &[runs(500, 0, 32), runs(5, 4, 1)],
+            0,
+            &Plan { rows: vec![(0, 64), (1, 1)], ..nothing.clone() },
+        );
         // Two prompts share a chunk; what a short one leaves goes to the long one.
-        check(&[runs(500, 64, 32), runs(500, 0, 32)], 0, &Plan { rows: vec![(0, 32), (1, 32)], ..nothing.clone() });
-        check(&[runs(500, 64, 32), runs(10, 0, 1)], 0, &Plan { rows: vec![(0, 54), (1, 10)], ..nothing.clone() });
+        check(
+            &[runs(500, 64, 32), runs(500, 0, 32)],
+            0,
+            &Plan { rows: vec![(0, 32), (1, 32)], ..nothing.clone() },
+        );
+        check(
+            &[runs(500, 64, 32), runs(10, 0, 1)],
+            0,
+            &Plan { rows: vec![(0, 54), (1, 10)], ..nothing.clone() },
+        );
         // No page left: the youngest gives way, whoever needs the page.
-        check(&[runs(33, 32, 2), runs(20, 19, 2)], 0, &Plan { preempt: vec![1], rows: vec![(0, 1)], ..nothing.clone() });
-        check(&[runs(20, 19, 2), runs(33, 32, 2)], 0, &Plan { preempt: vec![1], rows: vec![(0, 1)], ..nothing.clone() });
+        check(
+            &[runs(33, 32, 2), runs(20, 19, 2)],
+            0,
+            &Plan { preempt: vec![1], rows: vec![(0, 1)], ..nothing.clone() },
+        );
+        check(
+            &[runs(20, 19, 2), runs(33, 32, 2)],
+            0,
+            &Plan { preempt: vec![1], rows: vec![(0, 1)], ..nothing.clone() },
+        );
         // Nobody is admitted in the step that pushed one out.
-        check(&[runs(33, 32, 2), runs(20, 19, 2), waits(1)], 0, &Plan { preempt: vec![1], rows: vec![(0, 1)], ..nothing.clone() });
+        check(
+            &[runs(33, 32, 2), runs(20, 19, 2), waits(1)],
+            0,
+            &Plan { preempt: vec![1], rows: vec![(0, 1)], ..nothing.clone() },
+        );
         // Alone and out of pages.
         check(&[runs(33, 32, 2)], 0, &Plan { hopeless: vec![0], ..nothing });
     }
 
     fn sessions() -> impl Strategy<Value = Vec<SessionView>> {
-        let one = (1_usize..90, 0_usize..90, 0_usize..100, any::<bool>()).prop_map(|(known, computed, remaining, admitted)| {
-            let computed = if admitted { computed % known } else { 0 };
-            let pages = if admitted { computed.div_ceil(16) } else { 0 };
-            SessionView { known, computed, remaining, pages, admitted }
-        });
+        let one = (1_usize..90, 0_usize..90, 0_usize..100, any::<bool>()).prop_map(
+            |(known, computed, remaining, admitted)| {
+                let computed = if admitted { computed % known } else { 0 };
+                let pages = if admitted { computed.div_ceil(16) } else { 0 };
+                SessionView { known, computed, remaining, pages, admitted }
+            },
+        );
         proptest::collection::vec(one, 0..8)
     }
 

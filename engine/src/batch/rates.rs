@@ -72,7 +72,10 @@ mod tests {
         assert_eq!(rates.chunk_tokens(true, 480), FIRST_CHUNK_TOKENS);
         let half_a_second = Duration::from_millis(500);
         rates.note(Stepped { prefill_rows: 100, decode_rows: 0 }, half_a_second);
-        assert_eq!((rates.prefill(), rates.chunk_tokens(true, 480), rates.chunk_tokens(false, 480)), (200.0, 30, 100));
+        assert_eq!(
+            (rates.prefill(), rates.chunk_tokens(true, 480), rates.chunk_tokens(false, 480)),
+            (200.0, 30, 100)
+        );
         // A slow device still makes progress, a fast one keeps the bound of rows.
         rates.note(Stepped { prefill_rows: 100, decode_rows: 0 }, Duration::from_secs(1000));
         for _ in 0..40 {

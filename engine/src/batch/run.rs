@@ -238,7 +238,13 @@ impl Batch {
     }
 
     /// Runs the rows and lets the speakers say their next token. Gives the sessions that ended.
-    fn compute(&mut self, cpu: &mut Cpu, rows: &[Row], speakers: &[usize], events: &mut Events) -> Vec<usize> {
+    fn compute(
+        &mut self,
+        cpu: &mut Cpu,
+        rows: &[Row],
+        speakers: &[usize],
+        events: &mut Events,
+    ) -> Vec<usize> {
         if rows.is_empty() {
             return Vec::new();
         }
@@ -246,8 +252,10 @@ impl Batch {
             Ok(logits) => logits,
             Err(error) => {
                 tracing::error!(%error, rows = rows.len(), "a step was refused: its sessions fail");
-                let failed = |entry: &Entry| entry.seq.is_some_and(|seq| rows.iter().any(|row| row.seq == seq));
-                let failed: Vec<usize> = (0..self.sessions.len()).filter(|i| failed(&self.sessions[*i])).collect();
+                let failed =
+                    |entry: &Entry| entry.seq.is_some_and(|seq| rows.iter().any(|row| row.seq == seq));
+                let failed: Vec<usize> =
+                    (0..self.sessions.len()).filter(|i| failed(&self.sessions[*i])).collect();
                 let refusal = Refusal::elsewhere(FailureCode::Internal, format!("compute a step: {error}"));
                 let keys = failed.iter().map(|i| self.sessions[*i].session.key);
                 events.extend(keys.map(|key| (key, refusal.clone().into_event())));
@@ -276,7 +284,13 @@ impl Batch {
 
 impl Entry {
     /// Says the next token, and the end if it is one.
-    fn speak(&mut self, logits: &[f32], text: &ModelText, scratch: &mut SampleScratch, events: &mut Events) -> bool {
+    fn speak(
+        &mut self,
+        logits: &[f32],
+        text: &ModelText,
+        scratch: &mut SampleScratch,
+        events: &mut Events,
+    ) -> bool {
         let index = self.session.generated().len();
         let sampled = self.sampler.sample(logits, &self.history, index as u64, scratch);
         self.history.push(sampled.id);

@@ -139,15 +139,8 @@ impl Session {
         let sampling = with_defaults(spec.sampling, text);
         let stream = TextStream::new(&sampling.stop);
         let generated = Vec::with_capacity(spec.generated.len());
-        let mut session = Session {
-            key,
-            epoch: spec.epoch,
-            sampling,
-            prompt,
-            generated,
-            limit,
-            text: stream,
-        };
+        let mut session =
+            Session { key, epoch: spec.epoch, sampling, prompt, generated, limit, text: stream };
         if limit == 0 {
             return Ok((session, Some(FinishReason::Length)));
         }

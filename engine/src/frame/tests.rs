@@ -37,7 +37,10 @@ fn a_length_over_the_bound_is_refused_before_any_memory_is_taken() {
     let mut decoder = Decoder::default();
     decoder.push(&u32::MAX.to_le_bytes());
     let error = decoder.next_message::<ToWorker>().unwrap_err();
-    assert_eq!(error.to_string(), format!("frame of 4294967295 bytes; at most {FRAME_BYTES_MAX} are allowed"));
+    assert_eq!(
+        error.to_string(),
+        format!("frame of 4294967295 bytes; at most {FRAME_BYTES_MAX} are allowed")
+    );
 }
 
 #[test]
@@ -49,7 +52,9 @@ fn an_end_within_a_frame_is_told_from_an_end_between_two() {
     drop(ours);
     let mut reader = FrameReader::new(theirs);
     assert!(reader.read::<ToWorker>().unwrap().is_some());
-    assert!(matches!(reader.read::<ToWorker>(), Err(FrameError::Truncated { missing }) if missing == frame.len() - 7));
+    assert!(
+        matches!(reader.read::<ToWorker>(), Err(FrameError::Truncated { missing }) if missing == frame.len() - 7)
+    );
 
     let (ours, theirs) = UnixStream::pair().unwrap();
     drop(ours);

@@ -91,7 +91,8 @@ impl ModelText {
     /// When this model cannot take such a prompt; the message is for the caller.
     pub fn prompt_ids(&self, input: &Input, now: Timestamp) -> Result<Vec<TokenId>, TextError> {
         let tokenizer = || {
-            let missing = "the model's checkpoint has no tokenizer.json: only prompts of token ids can be served";
+            let missing =
+                "the model's checkpoint has no tokenizer.json: only prompts of token ids can be served";
             self.tokenizer.as_ref().ok_or_else(|| TextError::Encode(missing.into()))
         };
         match input {
@@ -99,7 +100,8 @@ impl ModelText {
             Input::Text(text) => tokenizer()?.encode(text, true),
             Input::Chat(messages) => {
                 let tokenizer = tokenizer()?;
-                let template = self.template.as_ref().map_err(|message| TextError::Template(message.clone()))?;
+                let template =
+                    self.template.as_ref().map_err(|message| TextError::Template(message.clone()))?;
                 // The template wrote the special tokens, a BOS among them.
                 tokenizer.encode(&template.render(messages, now)?, false)
             }
@@ -110,7 +112,9 @@ impl ModelText {
 /// A JSON file; `Null` when there is none.
 fn read_json(path: &Path) -> Result<Value, TextError> {
     match std::fs::read(path) {
-        Ok(bytes) => serde_json::from_slice(&bytes).map_err(|source| TextError::Json { path: path.into(), source }),
+        Ok(bytes) => {
+            serde_json::from_slice(&bytes).map_err(|source| TextError::Json { path: path.into(), source })
+        }
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Value::Null),
         Err(source) => Err(TextError::Read { path: path.into(), source }),
     }

@@ -88,7 +88,8 @@ impl Detokenizer {
 
 /// Bytes of the tail that may be an unfinished character.
 fn unfinished(text: &str) -> usize {
-    let tail = text.chars().rev().take_while(|c| *c == char::REPLACEMENT_CHARACTER).take(UNFINISHED_MAX).count();
+    let tail =
+        text.chars().rev().take_while(|c| *c == char::REPLACEMENT_CHARACTER).take(UNFINISHED_MAX).count();
     tail * char::REPLACEMENT_CHARACTER.len_utf8()
 }
 

@@ -49,7 +49,8 @@ impl StopFilter {
 
     /// Where the match that completes first begins.
     fn first_match(&self, text: &str) -> Option<usize> {
-        let matches = self.stops.iter().filter_map(|stop| text.find(stop.as_str()).map(|at| (at + stop.len(), at)));
+        let matches =
+            self.stops.iter().filter_map(|stop| text.find(stop.as_str()).map(|at| (at + stop.len(), at)));
         matches.min().map(|(_, start)| start)
     }
 
@@ -86,7 +87,11 @@ mod tests {
     #[test]
     fn table() {
         let check = |stops: &[&str], pieces: &[&str], said: &[&str], stopped: bool| {
-            assert_eq!(run(stops, pieces), (said.iter().map(ToString::to_string).collect(), stopped), "{pieces:?}");
+            assert_eq!(
+                run(stops, pieces),
+                (said.iter().map(ToString::to_string).collect(), stopped),
+                "{pieces:?}"
+            );
         };
         check(&[], &["a", "b"], &["a", "b", ""], false);
         check(&[""], &["a"], &["a", ""], false);

@@ -65,7 +65,10 @@ impl ChatTemplate {
         };
         let template = self.environment.get_template(NAME);
         template.and_then(|template| template.render(context)).map_err(|error| {
-            TextError::Template(format!("the model's chat template refuses these messages: {}", describe(&error)))
+            TextError::Template(format!(
+                "the model's chat template refuses these messages: {}",
+                describe(&error)
+            ))
         })
     }
 }
@@ -79,8 +82,10 @@ fn describe(error: &Error) -> String {
 }
 
 fn strftime(format: &str, now: Timestamp) -> Result<String, Error> {
-    let instant = i64::try_from(now.as_micros()).ok().and_then(|micros| jiff::Timestamp::from_microsecond(micros).ok());
-    let instant = instant.ok_or_else(|| Error::new(ErrorKind::InvalidOperation, "the time is out of range"))?;
+    let instant =
+        i64::try_from(now.as_micros()).ok().and_then(|micros| jiff::Timestamp::from_microsecond(micros).ok());
+    let instant =
+        instant.ok_or_else(|| Error::new(ErrorKind::InvalidOperation, "the time is out of range"))?;
     jiff::fmt::strtime::format(format, &instant.to_zoned(jiff::tz::TimeZone::UTC))
         .map_err(|error| Error::new(ErrorKind::InvalidOperation, format!("strftime_now: {error}")))
 }
@@ -105,6 +110,7 @@ fn without_generation_marks(source: &str) -> String {
 }
 
 /// `tojson` as transformers defines it: Python's `json.dumps`, not escaped for HTML.
+#[expect(clippy::needless_pass_by_value, reason = "the template library calls filters so")]
 fn to_json(value: &Value, options: Kwargs) -> Result<String, Error> {
     let indent: Option<usize> = options.get("indent")?;
     let ascii: Option<bool> = options.get("ensure_ascii")?;
@@ -143,7 +149,13 @@ impl Style {
         }
     }
 
-    fn write_all(&self, marks: (char, char), items: Vec<(Option<&String>, &Json)>, depth: usize, out: &mut String) {
+    fn write_all(
+        &self,
+        marks: (char, char),
+        items: Vec<(Option<&String>, &Json)>,
+        depth: usize,
+        out: &mut String,
+    ) {
         let new_line = |depth: usize, out: &mut String| {
             if let Some(indent) = self.indent {
                 out.push('\n');
@@ -197,33 +209,57 @@ mod tests {
         let template = ChatTemplate::compile(source, special).map_err(|error| error.to_string())?;
         let messages = [message("user", " Hi\n"), message("assistant", "<think>x</think>yes")];
         // 2023-11-14 22:13:20 UTC.
-        template.render(&messages, Timestamp::from_micros(1_700_000_000_000_000)).map_err(|error| error.to_string())
+        template
+            .render(&messages, Timestamp::from_micros(1_700_000_000_000_000))
+            .map_err(|error| error.to_string())
     }
 
     #[test]
     fn the_environment_is_hugging_faces() {
-        let check = |source: &str, expect: &str| assert_eq!(render(source).as_deref(), Ok(expect), "{source}");
+        let check =
+            |source: &str, expect: &str| assert_eq!(render(source).as_deref(), Ok(expect), "{source}");
         check("{{ bos_token }}{{ eos_token }}|{% if pad_token is defined %}x{% endif %}", "<s>|");
-        check("{% for m in messages %}\n  {% if m.role == 'user' %}\n{{ m['content'] | trim }}\n  {% endif %}\n{% endfor %}\n", "Hi\n");
+        check(
+            "{% for m in messages %}\n  {% if m.role == 'user' %}\n{{ m['content'] | trim }}\n  {% endif %}\n{% endfor %}\n",
+            "Hi\n",
+        );
         check("{{ messages[1:][0].content.split('</think>')[-1].upper() }}", "YES");
         check("{{ messages[-1].content.startswith('<think>') }}", "True");
-        check("{%- set ns = namespace(n=0) -%}{% for m in messages %}{% set ns.n = ns.n + loop.index0 %}{% endfor %}{{ ns.n }}", "1");
+        check(
+            "{%- set ns = namespace(n=0) -%}{% for m in messages %}{% set ns.n = ns.n + loop.index0 %}{% endfor %}{{ ns.n }}",
+            "1",
+        );
         check("{{ strftime_now('%d %b %Y') }}", "14 Nov 2023");
         check("{% if tools is none and not tools %}{{ add_generation_prompt }}{% endif %}", "True");
-        check("{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.role }}{% endfor %}", "assistant");
+        check(
+            "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.role }}{% endfor %}",
+            "assistant",
+        );
         check("a{%- generation -%} b {% endgeneration %}c", "ab c");
         check("{{ messages[0] | tojson }}", r#"{"role": "user", "content": " Hi\n"}"#);
-        check("{{ {'b': [1, 2.5, none], 'a': 'é<'} | tojson(indent=2) }}", "{\n  \"b\": [\n    1,\n    2.5,\n    null\n  ],\n  \"a\": \"é<\"\n}");
-        check("{{ {'b': [], 'a': 'é'} | tojson(sort_keys=true, ensure_ascii=true) }}", r#"{"a": "\u00e9", "b": []}"#);
+        check(
+            "{{ {'b': [1, 2.5, none], 'a': 'é<'} | tojson(indent=2) }}",
+            "{\n  \"b\": [\n    1,\n    2.5,\n    null\n  ],\n  \"a\": \"é<\"\n}",
+        );
+        check(
+            "{{ {'b': [], 'a': 'é'} | tojson(sort_keys=true, ensure_ascii=true) }}",
+            r#"{"a": "\u00e9", "b": []}"#,
+        );
     }
 
     #[test]
     fn refusals_carry_the_templates_words() {
         let error = render("{{ raise_exception('roles must alternate') }}").unwrap_err();
-        assert_eq!(error, "the model's chat template refuses these messages: roles must alternate (line 1 of the template)");
+        assert_eq!(
+            error,
+            "the model's chat template refuses these messages: roles must alternate (line 1 of the template)"
+        );
         assert!(render("{% for %}").unwrap_err().starts_with("the model's chat template cannot be compiled"));
         assert!(render("{{ messages[0].nothing.more }}").is_err());
         assert!(render("{{ strftime_now('%J') }}").is_err());
-        assert!(render("{% for i in range(9999) %}{% for j in range(9999) %}{{ i }}{% endfor %}{% endfor %}").is_err());
+        assert!(
+            render("{% for i in range(9999) %}{% for j in range(9999) %}{{ i }}{% endfor %}{% endfor %}")
+                .is_err()
+        );
     }
 }

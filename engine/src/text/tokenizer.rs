@@ -28,7 +28,8 @@ impl Tokenizer {
         let bytes = std::fs::read(path).map_err(|source| TextError::Read { path: path.into(), source })?;
         let json: Value =
             serde_json::from_slice(&bytes).map_err(|source| TextError::Json { path: path.into(), source })?;
-        let refuse = |error: tokenizers::Error| TextError::Tokenizer { path: path.into(), message: error.to_string() };
+        let refuse =
+            |error: tokenizers::Error| TextError::Tokenizer { path: path.into(), message: error.to_string() };
         let mut inner = Inner::from_bytes(&bytes).map_err(refuse)?;
         // Kept in the file by training scripts; no caller wants a prompt cut or padded behind its back.
         inner.with_truncation(None).map_err(refuse)?;
@@ -45,7 +46,10 @@ impl Tokenizer {
     /// # Errors
     /// When the tokenizer cannot represent it.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<TokenId>, TextError> {
-        let encoding = self.inner.encode_fast(text, add_special).map_err(|error| TextError::Encode(error.to_string()))?;
+        let encoding = self
+            .inner
+            .encode_fast(text, add_special)
+            .map_err(|error| TextError::Encode(error.to_string()))?;
         Ok(encoding.get_ids().to_vec())
     }
 
@@ -96,7 +100,9 @@ impl Pieces for Tokenizer {
 
 impl std::fmt::Debug for Tokenizer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Tokenizer").field("vocabulary", &self.inner.get_vocab_size(true)).finish_non_exhaustive()
+        f.debug_struct("Tokenizer")
+            .field("vocabulary", &self.inner.get_vocab_size(true))
+            .finish_non_exhaustive()
     }
 }
 
@@ -104,7 +110,8 @@ impl std::fmt::Debug for Tokenizer {
 fn mentions_type(part: &Value, name: &str) -> bool {
     match part {
         Value::Object(fields) => {
-            fields.get("type").and_then(Value::as_str) == Some(name) || fields.values().any(|v| mentions_type(v, name))
+            fields.get("type").and_then(Value::as_str) == Some(name)
+                || fields.values().any(|v| mentions_type(v, name))
         }
         Value::Array(items) => items.iter().any(|v| mentions_type(v, name)),
         _ => false,
@@ -133,7 +140,9 @@ mod tests {
     fn the_byte_alphabet_is_the_published_one() {
         let alphabet = byte_level_alphabet();
         assert_eq!(alphabet.len(), 256);
-        for (c, byte) in [('A', b'A'), ('Ġ', b' '), ('Ċ', b'\n'), ('¡', 0xA1), ('ł', 0xA0), ('Ń', 0xAD), ('ÿ', 0xFF)] {
+        for (c, byte) in
+            [('A', b'A'), ('Ġ', b' '), ('Ċ', b'\n'), ('¡', 0xA1), ('ł', 0xA0), ('Ń', 0xAD), ('ÿ', 0xFF)]
+        {
             assert_eq!(alphabet[&c], byte, "{c}");
         }
     }

@@ -39,7 +39,13 @@ pub(crate) fn model(config: ModelConfig, files: &[(String, WeightOwner)]) -> Res
             let shape: Vec<usize> = tensor.shape.iter().map(|extent| *extent as usize).collect();
             let at = |offset: u64| (header.data_start + offset) as usize;
             weights
-                .insert(&tensor.name, &tensor.dtype.to_string(), &shape, owner, at(tensor.begin)..at(tensor.end))
+                .insert(
+                    &tensor.name,
+                    &tensor.dtype.to_string(),
+                    &shape,
+                    owner,
+                    at(tensor.begin)..at(tensor.end),
+                )
                 .map_err(|source| BuildError::Tensor { file: name.clone(), source })?;
         }
     }

@@ -106,7 +106,9 @@ impl Exchange {
                 self.for_submitters.notify_one();
                 return Turn::Control(control);
             }
-            if frames.is_some_and(|frames| state.frames.is_empty() || state.frames.len() + frames <= FRAMES_TO_STEP) {
+            if frames.is_some_and(|frames| {
+                state.frames.is_empty() || state.frames.len() + frames <= FRAMES_TO_STEP
+            }) {
                 return Turn::Step;
             }
             state = self.for_step.wait(state).unwrap_or_else(PoisonError::into_inner);

@@ -41,18 +41,20 @@ pub(super) fn start(order: Order, pool: PoolMap, exchange: Arc<Exchange>) -> io:
     let name = format!("load-{}", order.model.0);
     let work = move || {
         let key = order.model;
-        let loaded = catch_unwind(AssertUnwindSafe(|| load(order, &pool, &exchange, &all_resident)));
-        let loaded = loaded.unwrap_or_else(|_| Err("the loading thread panicked: see the worker's log".into()));
+        let loaded = catch_unwind(AssertUnwindSafe(|| load(&order, &pool, &exchange, &all_resident)));
+        let loaded =
+            loaded.unwrap_or_else(|_| Err("the loading thread panicked: see the worker's log".into()));
         exchange.submit(Control::Loaded(key, loaded.map(Box::new)));
     };
     thread::Builder::new().name(name).spawn(work)?;
     Ok(resident)
 }
 
-fn load(order: Order, pool: &PoolMap, exchange: &Exchange, resident: &Receiver<()>) -> Result<Built, String> {
+fn load(order: &Order, pool: &PoolMap, exchange: &Exchange, resident: &Receiver<()>) -> Result<Built, String> {
     let told = |error: &dyn Error| chain(error);
     let config_path = order.folder.join("config.json");
-    let config = std::fs::read(&config_path).map_err(|error| format!("read {}: {error}", config_path.display()))?;
+    let config =
+        std::fs::read(&config_path).map_err(|error| format!("read {}: {error}", config_path.display()))?;
     let config = ModelConfig::parse(&config).map_err(|error| told(&error))?;
     let text = Arc::new(ModelText::open(&order.folder).map_err(|error| told(&error))?);
     if !exchange.submit(Control::Text(order.model, text.clone())) {

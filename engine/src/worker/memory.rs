@@ -19,7 +19,10 @@ impl AsRef<[u8]> for Mapped {
 }
 
 /// Maps a checkpoint's files, with their names, read-only.
-pub(super) fn map_files(pool: &PoolMap, files: &[FileChunks]) -> Result<Vec<(String, WeightOwner)>, MapError> {
+pub(super) fn map_files(
+    pool: &PoolMap,
+    files: &[FileChunks],
+) -> Result<Vec<(String, WeightOwner)>, MapError> {
     let map = |file: &FileChunks| {
         let mapped: WeightOwner = Arc::new(Mapped(pool.map_file(&file.chunks, file.bytes)?));
         Ok((file.name.clone(), mapped))

@@ -22,7 +22,7 @@
 //!
 //! It deliberately does **not** write weights, know other nodes, or outlive its agent.
 
-mod build;
+pub(crate) mod build;
 mod clock;
 mod exchange;
 mod load;
@@ -151,7 +151,7 @@ pub fn run(socket: UnixStream, settings: WorkerSettings) -> Result<(), WorkerErr
     // However this function ends, the threads hear of it.
     let _closing = exchange::CloseOnDrop(exchange.clone());
     exchange::start_writer(exchange.clone(), output)?;
-    let prompts = prepare::start(exchange.clone())?;
+    let prompts = prepare::start(&exchange)?;
     let desk_settings = DeskSettings { device: settings.device, numerics, slots: settings.slots };
     let desk = Desk::new(cpu, pool, exchange.clone(), prompts, desk_settings);
     thread::Builder::new().name("step".into()).spawn(move || desk.run())?;

@@ -28,7 +28,7 @@ pub(super) struct Prompt {
 }
 
 /// Starts the threads. They leave when the sender is dropped or the worker ends.
-pub(super) fn start(exchange: Arc<Exchange>) -> io::Result<SyncSender<Prompt>> {
+pub(super) fn start(exchange: &Arc<Exchange>) -> io::Result<SyncSender<Prompt>> {
     let (sender, receiver) = sync_channel(PROMPTS_MAX);
     let receiver = Arc::new(Mutex::new(receiver));
     for number in 0..THREADS {

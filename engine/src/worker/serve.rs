@@ -3,7 +3,7 @@
 //! Invariants: a session is in `sessions` from its start to its last event or its cancellation, so that late answers
 //! of the text threads find nobody and are dropped; models with work take turns, one step each.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::mpsc::{SyncSender, TrySendError};
 use std::time::Duration;
@@ -23,6 +23,9 @@ use crate::text::ModelText;
 
 /// Sessions that may wait for a model to be ready: as many as may wait for a slot.
 const EARLY_MAX: usize = 256;
+
+/// Failed loads that are remembered. A session comes late by milliseconds.
+const FAILED_KEPT: usize = 16;
 
 /// Rates are told at most this often.
 const RATES_EVERY: Duration = Duration::from_secs(1);
@@ -44,6 +47,8 @@ pub(super) struct Desk {
     models: BTreeMap<ModelKey, Slot>,
     /// Which model each session is on.
     sessions: HashMap<SessionKey, ModelKey>,
+    /// Models whose load failed a while ago, and why, for sessions that come late.
+    failed: VecDeque<(ModelKey, String)>,
     /// Whose turn it was last.
     last: ModelKey,
 }
@@ -97,8 +102,8 @@ impl Desk {
         prompts: SyncSender<Prompt>,
         settings: DeskSettings,
     ) -> Self {
-        let (models, sessions) = (BTreeMap::new(), HashMap::new());
-        Desk { cpu, pool, exchange, prompts, settings, models, sessions, last: ModelKey(0) }
+        let (models, sessions, failed) = Default::default();
+        Desk { cpu, pool, exchange, prompts, settings, models, sessions, failed, last: ModelKey(0) }
     }
 
     /// Serves until the exchange is closed.
@@ -121,7 +126,9 @@ impl Desk {
     /// The next model with work after the last one, and the frames that its step makes at most.
     fn next_model(&self) -> Option<(ModelKey, usize)> {
         let busy = |(key, slot): (&ModelKey, &Slot)| match slot {
-            Slot::Serving(serving) if serving.batch.has_work() => Some((*key, serving.batch.events_max() + 2)),
+            Slot::Serving(serving) if serving.batch.has_work() => {
+                Some((*key, serving.batch.events_max() + 2))
+            }
             _ => None,
         };
         let later = self.models.range((std::ops::Bound::Excluded(self.last), std::ops::Bound::Unbounded));
@@ -244,11 +251,14 @@ impl Desk {
         }
         tracing::warn!(?model, message, "a model cannot be served");
         self.fail_all(model, &Refusal::elsewhere(FailureCode::LoadFailed, message.clone()));
+        self.failed.truncate(FAILED_KEPT - 1);
+        self.failed.push_front((model, message.clone()));
         self.exchange.send([FromWorker::LoadFailed { model, message }]);
     }
 
     fn unload(&mut self, model: ModelKey) {
-        let draining = Refusal::elsewhere(FailureCode::Draining, "the model is being unloaded from this device");
+        let draining =
+            Refusal::elsewhere(FailureCode::Draining, "the model is being unloaded from this device");
         match self.models.get_mut(&model) {
             Some(Slot::Loading(loading)) => {
                 loading.unloading = true;
@@ -296,9 +306,16 @@ impl Desk {
                 None => self.refuse(session, too_many()),
             },
             _ => {
-                let message = "the model is not loaded on this device";
-                self.refuse(session, Refusal::elsewhere(FailureCode::UnknownModel, message));
+                let refusal = self.not_here(model);
+                self.refuse(session, refusal);
             }
+        }
+    }
+
+    fn not_here(&self, model: ModelKey) -> Refusal {
+        match self.failed.iter().find(|(failed, _)| *failed == model) {
+            Some((_, message)) => Refusal::elsewhere(FailureCode::LoadFailed, message.clone()),
+            None => Refusal::elsewhere(FailureCode::UnknownModel, "the model is not loaded on this device"),
         }
     }
 
@@ -330,7 +347,9 @@ impl Desk {
         let mut events = Events::new();
         match self.models.get_mut(model) {
             Some(Slot::Serving(serving)) => serving.batch.start(prepared, &mut events),
-            Some(Slot::Loading(loading)) if loading.prepared.len() < EARLY_MAX => loading.prepared.push(prepared),
+            Some(Slot::Loading(loading)) if loading.prepared.len() < EARLY_MAX => {
+                loading.prepared.push(prepared);
+            }
             _ => events.push((session, too_many().into_event())),
         }
         self.say(events);
@@ -390,7 +409,12 @@ impl Loading {
 
 impl Serving {
     /// What the agent should know after a step: KV memory that is lacking, and measured speeds.
-    fn tell(&mut self, model: ModelKey, chunk_bytes: pilotlight_domain::ByteCount, now: Instant) -> Vec<FromWorker> {
+    fn tell(
+        &mut self,
+        model: ModelKey,
+        chunk_bytes: pilotlight_domain::ByteCount,
+        now: Instant,
+    ) -> Vec<FromWorker> {
         let mut told = Vec::new();
         let wanted = u32::try_from(self.batch.kv_bytes_lacking().div_ceil(chunk_bytes)).unwrap_or(u32::MAX);
         if wanted > self.kv_chunks_wanted {

@@ -1,1 +1,410 @@
+//! A worker in this process, and a test that plays its agent.
 
+use std::collections::BTreeMap;
+use std::io::Write as _;
+use std::path::Path;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use pilotlight_domain::ByteCount;
+use pilotlight_domain::session::{
+    FailureCode, FinishReason, Input, Message, Sampling, SessionEvent, SessionSpec,
+};
+use pilotlight_loader::pool::{FreeChunk, HostPool, Resident};
+
+use super::*;
+use crate::protocol::{FileChunks, ModelKey, SessionKey};
+use crate::testing::{Log, Said, speaking_checkpoint, spec};
+use crate::text::ModelText;
+
+const CHUNK: ByteCount = ByteCount::from_kib(64);
+
+/// Longer than any step of a test takes on a loaded machine.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+struct Agent {
+    socket: UnixStream,
+    input: FrameReader,
+    pool: Arc<HostPool>,
+    worker: JoinHandle<Result<(), WorkerError>>,
+    resident: BTreeMap<ModelKey, Vec<Resident>>,
+    granted: Vec<FreeChunk>,
+    log: Log,
+    /// What was said about models.
+    said: Vec<FromWorker>,
+}
+
+impl Agent {
+    fn start() -> Agent {
+        let (socket, theirs) = UnixStream::pair().unwrap();
+        socket.set_read_timeout(Some(PATIENCE)).unwrap();
+        let settings = WorkerSettings { threads: Some(1), slots: 4, ..WorkerSettings::default() };
+        let worker = thread::spawn(move || run(theirs, settings));
+        let pool = HostPool::create(ByteCount::from_mib(4), CHUNK).unwrap();
+        let hello = ToWorker::Hello { chunk_bytes: CHUNK, chunks: pool.chunks_total() };
+        frame::send_hello(&socket, &hello, pool.fd()).unwrap();
+        let mut input = FrameReader::new(socket.try_clone().unwrap());
+        let greeting = input.read::<FromWorker>().unwrap().unwrap();
+        let FromWorker::Hello { device, threads, numerics, .. } = greeting else { panic!("{greeting:?}") };
+        assert_eq!((device.as_str(), threads), ("cpu", 1));
+        assert!(numerics.starts_with("cpu-"), "{numerics}");
+        let (resident, granted, log, said) = Default::default();
+        Agent { socket, input, pool, worker, resident, granted, log, said }
+    }
+
+    fn send(&self, message: &ToWorker) {
+        frame::write(&self.socket, message).unwrap();
+    }
+
+    /// Announces a model: its chunks, in an order that is not the pool's, and its KV memory. Nothing is filled yet.
+    fn announce(&mut self, model: u32, folder: &Path, kv_chunks: u32) -> Vec<(FreeChunk, Vec<u8>)> {
+        let mut names: Vec<String> = std::fs::read_dir(folder)
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .filter(|name| name.ends_with(".safetensors"))
+            .collect();
+        names.sort();
+        let (mut files, mut fills) = (Vec::new(), Vec::new());
+        for name in names {
+            let bytes = std::fs::read(folder.join(&name)).unwrap();
+            let count = bytes.len().div_ceil(CHUNK.get() as usize) as u32;
+            let mut free = self.pool.take(count).unwrap();
+            free.reverse();
+            let chunks = free.iter().map(FreeChunk::index).collect();
+            files.push(FileChunks { name, bytes: ByteCount::new(bytes.len() as u64), chunks });
+            fills.extend(free.into_iter().zip(bytes.chunks(CHUNK.get() as usize).map(<[u8]>::to_vec)));
+        }
+        let kv = self.pool.take(kv_chunks).unwrap();
+        let kv_chunks = kv.iter().map(FreeChunk::index).collect();
+        self.granted.extend(kv);
+        let folder = folder.to_path_buf();
+        let model = ModelKey(model);
+        self.send(&ToWorker::Load { model, folder, files, kv_chunks, context_tokens_max: None });
+        fills
+    }
+
+    /// Fills what was announced, telling the worker as it goes.
+    fn fill(&mut self, model: u32, fills: Vec<(FreeChunk, Vec<u8>)>) {
+        let model = ModelKey(model);
+        for (i, (free, bytes)) in fills.into_iter().enumerate() {
+            let mut filling = free.fill();
+            filling.bytes_mut()[..bytes.len()].copy_from_slice(&bytes);
+            self.resident.entry(model).or_default().push(filling.publish(bytes.len()));
+            self.send(&ToWorker::Resident { model, chunks: i as u32 + 1 });
+        }
+    }
+
+    fn load(&mut self, model: u32, folder: &Path, kv_chunks: u32) {
+        let fills = self.announce(model, folder, kv_chunks);
+        self.fill(model, fills);
+        self.wait(|agent| {
+            agent.heard(|said| matches!(said, FromWorker::Ready { model: m, .. } if m.0 == model))
+        });
+    }
+
+    fn open(&self, session: u64, model: u32, spec: SessionSpec) {
+        let (session, model) = (SessionKey(session), ModelKey(model));
+        self.send(&ToWorker::Start { session, model, spec: Box::new(spec) });
+    }
+
+    fn heard(&self, what: impl Fn(&FromWorker) -> bool) -> bool {
+        self.said.iter().any(what)
+    }
+
+    /// Reads until something holds.
+    fn wait(&mut self, done: impl Fn(&Agent) -> bool) {
+        while !done(self) {
+            match self.input.read::<FromWorker>().unwrap().expect("the worker left") {
+                FromWorker::Event { session, event } => self.log.take(session, event),
+                other => self.said.push(other),
+            }
+        }
+    }
+
+    fn finish(&mut self, sessions: impl IntoIterator<Item = u64>) {
+        for session in sessions {
+            self.wait(|agent| agent.log.0.get(&SessionKey(session)).is_some_and(|said| said.last.is_some()));
+        }
+    }
+
+    fn unload(&mut self, model: u32) {
+        let model = ModelKey(model);
+        self.send(&ToWorker::Unload { model });
+        self.wait(|agent| agent.heard(|said| *said == FromWorker::Unloaded { model }));
+        self.resident.remove(&model);
+    }
+
+    fn failure(&self, session: u64) -> FailureCode {
+        let last = &self.log.of(session).last;
+        let Some(SessionEvent::Failed { code, .. }) = last else { panic!("{last:?}") };
+        *code
+    }
+
+    /// Goes away, and gives what the worker said to that.
+    fn leave(self) -> Result<(), WorkerError> {
+        let Agent { socket, input, worker, .. } = self;
+        drop((socket, input));
+        worker.join().unwrap()
+    }
+}
+
+fn chat(words: &str, sampling: Sampling) -> SessionSpec {
+    let message = Message { role: "user".into(), content: words.into(), name: None };
+    spec(Input::Chat(vec![message]), sampling)
+}
+
+/// Sessions of several kinds; each ends.
+fn kinds() -> Vec<SessionSpec> {
+    let short = Sampling { max_tokens: Some(24), ..Sampling::default() };
+    vec![
+        chat("What news?", Sampling { temperature: Some(0.0), ..short.clone() }),
+        chat("Speak of love.", Sampling { seed: 11, ..short.clone() }),
+        spec(
+            Input::Text("The duke is dead,".into()),
+            Sampling { seed: 12, temperature: Some(1.5), ..short.clone() },
+        ),
+        spec(
+            Input::Tokens((3..40).collect()),
+            Sampling { seed: 13, stop: vec!["a".into()], ..short.clone() },
+        ),
+        spec(
+            Input::Tokens(vec![7]),
+            Sampling { seed: 14, frequency_penalty: 1.0, ignore_eos: true, ..short },
+        ),
+    ]
+}
+
+fn alone(folder: &Path, spec: SessionSpec) -> Said {
+    let mut agent = Agent::start();
+    agent.load(1, folder, 4);
+    agent.open(1, 1, spec);
+    agent.finish([1]);
+    agent.log.of(1).clone()
+}
+
+#[test]
+fn sessions_together_say_what_they_say_alone() {
+    let folder = speaking_checkpoint(3);
+    let mut agent = Agent::start();
+    agent.load(1, folder.path(), 4);
+    agent.load(2, folder.path(), 4);
+    for (i, spec) in kinds().into_iter().enumerate() {
+        agent.open(i as u64, 1 + i as u32 % 2, spec);
+    }
+    agent.finish(0..5);
+    let text = ModelText::open(folder.path()).unwrap();
+    for (i, spec) in kinds().into_iter().enumerate() {
+        let said = agent.log.of(i as u64);
+        assert_eq!(*said, alone(folder.path(), spec.clone()), "session {i}");
+        let (reason, usage) = said.done().unwrap();
+        assert_eq!(usage.completion_tokens as usize, said.tokens.len());
+        if reason == FinishReason::Length {
+            use crate::text::Pieces as _;
+            let ids: Vec<u32> =
+                said.ids().into_iter().filter(|id| text.tokenizer().unwrap().is_visible(*id)).collect();
+            assert_eq!(said.text(), text.tokenizer().unwrap().decode(&ids), "session {i}");
+        }
+    }
+    assert!(agent.heard(|said| matches!(said, FromWorker::Rates { .. })));
+    agent.leave().unwrap();
+}
+
+#[test]
+fn a_replayed_session_goes_on_where_it_was() {
+    let folder = speaking_checkpoint(1);
+    let mut agent = Agent::start();
+    agent.load(1, folder.path(), 4);
+    let mut next = 0;
+    for spec in kinds() {
+        let whole = next;
+        agent.open(whole, 1, spec.clone());
+        agent.finish([whole]);
+        let (said, prompt) = (agent.log.of(whole).clone(), agent.log.of(whole).prompt.clone().unwrap());
+        for cut in [1, said.tokens.len() / 2, said.tokens.len()] {
+            next += 1;
+            let generated = said.ids()[..cut].to_vec();
+            // As a router replays: the ids of the prompt, from `accepted`.
+            let replay =
+                SessionSpec { epoch: 1, input: Input::Tokens(prompt.clone()), generated, ..spec.clone() };
+            agent.open(next, 1, replay);
+            agent.finish([next]);
+            assert_eq!(agent.log.of(next).tokens, said.tokens[cut..], "{spec:?} from {cut}");
+            assert_eq!(agent.log.of(next).last, said.last);
+        }
+        next += 1;
+    }
+    agent.leave().unwrap();
+}
+
+#[test]
+fn sessions_started_before_the_bytes_are_there_wait_for_them() {
+    let folder = speaking_checkpoint(2);
+    let mut agent = Agent::start();
+    let fills = agent.announce(5, folder.path(), 2);
+    agent.open(1, 5, kinds().remove(0));
+    agent.open(2, 5, kinds().remove(3));
+    agent.open(3, 5, chat("never", Sampling::default()));
+    agent.send(&ToWorker::Cancel { session: SessionKey(3) });
+    agent.open(4, 6, kinds().remove(0));
+    agent.finish([4]);
+    assert_eq!(agent.failure(4), FailureCode::UnknownModel);
+    assert_eq!(agent.log.0.len(), 1, "{:?}", agent.log);
+    agent.fill(5, fills);
+    agent.finish([1, 2]);
+    let ready = agent.said.iter().find(|said| matches!(said, FromWorker::Ready { .. })).unwrap();
+    let FromWorker::Ready { context_tokens, slots, kv_bytes_per_token, .. } = ready else { panic!() };
+    assert_eq!((*context_tokens, *slots, kv_bytes_per_token.get()), (192, 4, 256));
+    agent.unload(5);
+    assert!(!agent.log.0.contains_key(&SessionKey(3)));
+    agent.leave().unwrap();
+}
+
+#[test]
+fn a_cancelled_session_falls_silent() {
+    let folder = speaking_checkpoint(1);
+    let mut agent = Agent::start();
+    agent.load(1, folder.path(), 4);
+    let endless = Sampling { ignore_eos: true, ..Sampling::default() };
+    agent.open(1, 1, chat("go on", endless));
+    agent.wait(|agent| agent.log.0.get(&SessionKey(1)).is_some_and(|said| said.tokens.len() >= 3));
+    agent.send(&ToWorker::Cancel { session: SessionKey(1) });
+    agent.open(2, 1, kinds().remove(0));
+    agent.finish([2]);
+    agent.unload(1);
+    let said = agent.log.of(1);
+    assert!(said.last.is_none() || said.done().is_some(), "{:?}", said.last);
+    agent.leave().unwrap();
+}
+
+#[test]
+fn unloading_ends_sessions_and_gives_the_chunks_back() {
+    let folder = speaking_checkpoint(1);
+    let mut agent = Agent::start();
+    for model in 1..4 {
+        agent.load(model, folder.path(), 2);
+        let endless = Sampling { ignore_eos: true, max_tokens: Some(170), ..Sampling::default() };
+        let session = u64::from(model);
+        agent.open(session, model, spec(Input::Tokens(vec![9; 5]), endless));
+        agent.wait(|agent| agent.log.0.contains_key(&SessionKey(session)));
+        agent.unload(model);
+        assert!(agent.log.of(session).done().is_some() || agent.failure(session) == FailureCode::Draining);
+        // Its bytes are another's now: whoever still read them would say other tokens.
+        agent.granted.clear();
+        for free in agent.pool.take(agent.pool.chunks_free()).unwrap() {
+            free.fill().bytes_mut().fill(0xFF);
+        }
+    }
+    // A load that is given up half-way.
+    let fills = agent.announce(9, folder.path(), 2);
+    agent.open(9, 9, kinds().remove(0));
+    agent.unload(9);
+    agent.finish([9]);
+    assert_eq!(agent.failure(9), FailureCode::Draining);
+    drop(fills);
+    agent.leave().unwrap();
+}
+
+#[test]
+fn what_cannot_be_loaded_is_said_with_its_cause() {
+    let folder = speaking_checkpoint(1);
+    let check = |damage: &dyn Fn(&Path), kv_chunks: u32, expected: &str| {
+        let folder = speaking_checkpoint(1);
+        damage(folder.path());
+        let mut agent = Agent::start();
+        let fills = agent.announce(1, folder.path(), kv_chunks);
+        agent.open(1, 1, kinds().remove(0));
+        agent.fill(1, fills);
+        agent.finish([1]);
+        assert_eq!(agent.failure(1), FailureCode::LoadFailed);
+        agent.wait(|agent| agent.heard(|said| matches!(said, FromWorker::LoadFailed { .. })));
+        let FromWorker::LoadFailed { message, .. } = &agent.said[0] else { panic!("{:?}", agent.said) };
+        assert!(message.contains(expected), "{message}");
+        // Unloading it all the same is answered, and another model loads.
+        agent.unload(1);
+        let whole = speaking_checkpoint(1);
+        agent.load(2, whole.path(), 2);
+        agent.leave().unwrap();
+    };
+    check(&|at| std::fs::remove_file(at.join("config.json")).unwrap(), 2, "config.json");
+    check(&|at| std::fs::write(at.join("tokenizer.json"), "{").unwrap(), 2, "tokenizer.json");
+    check(&|at| std::fs::write(at.join("model.safetensors"), [9; 100]).unwrap(), 2, "model.safetensors");
+    check(&|_| {}, 0, "grant more host memory");
+    let config = std::fs::read_to_string(folder.path().join("config.json")).unwrap();
+    let more_layers = config.replace("\"num_hidden_layers\":2", "\"num_hidden_layers\":3");
+    assert_ne!(config, more_layers);
+    check(&|at| std::fs::write(at.join("config.json"), &more_layers).unwrap(), 2, "model.layers.2");
+}
+
+#[test]
+fn a_prompt_that_cannot_be_served_fails_alone() {
+    let folder = speaking_checkpoint(1);
+    let bare = speaking_checkpoint(1);
+    std::fs::remove_file(bare.path().join("tokenizer.json")).unwrap();
+    let mut agent = Agent::start();
+    agent.load(1, folder.path(), 2);
+    agent.load(2, bare.path(), 2);
+    agent.open(1, 1, spec(Input::Tokens(vec![]), Sampling::default()));
+    agent.open(2, 1, spec(Input::Tokens(vec![5; 192]), Sampling::default()));
+    agent.open(3, 1, spec(Input::Tokens(vec![5000]), Sampling::default()));
+    agent.open(4, 2, chat("hello", Sampling::default()));
+    let short = Sampling { max_tokens: Some(4), ignore_eos: true, ..Sampling::default() };
+    agent.open(5, 2, spec(Input::Tokens(vec![5, 6]), short));
+    agent.finish(1..6);
+    assert_eq!(agent.failure(1), FailureCode::BadRequest);
+    assert_eq!(agent.failure(2), FailureCode::ContextLengthExceeded);
+    assert_eq!(agent.failure(3), FailureCode::BadRequest);
+    assert_eq!(agent.failure(4), FailureCode::BadRequest);
+    assert_eq!((agent.log.of(5).tokens.len(), agent.log.of(5).text().as_str()), (4, ""));
+    agent.leave().unwrap();
+}
+
+#[test]
+fn memory_that_is_lacking_is_asked_for_and_taken() {
+    let folder = speaking_checkpoint(1);
+    let mut agent = Agent::start();
+    // One chunk holds 256 tokens: one session of 190, and not another one.
+    agent.load(1, folder.path(), 1);
+    let long = Sampling { ignore_eos: true, max_tokens: Some(40), ..Sampling::default() };
+    for session in 0..3 {
+        agent.open(session, 1, spec(Input::Tokens(vec![5 + session as u32; 150]), long.clone()));
+    }
+    agent.wait(|agent| agent.heard(|said| matches!(said, FromWorker::KvWanted { .. })));
+    let chunks = agent.pool.take(2).unwrap();
+    agent.send(&ToWorker::GrantKv {
+        model: ModelKey(1),
+        chunks: chunks.iter().map(FreeChunk::index).collect(),
+    });
+    agent.finish(0..3);
+    assert!((0..3).all(|session| agent.log.of(session).done().is_some()));
+    agent.leave().unwrap();
+    drop(chunks);
+}
+
+#[test]
+fn the_end_of_the_agent_is_the_end_of_the_worker() {
+    let folder = speaking_checkpoint(1);
+    let mut agent = Agent::start();
+    agent.load(1, folder.path(), 4);
+    (0..6).for_each(|session| {
+        agent.open(session, 1, chat("go on", Sampling { ignore_eos: true, ..Sampling::default() }));
+    });
+    agent.leave().unwrap();
+    // Before it said anything at all.
+    let (socket, theirs) = UnixStream::pair().unwrap();
+    drop(socket);
+    run(theirs, WorkerSettings { threads: Some(1), ..WorkerSettings::default() }).unwrap();
+}
+
+#[test]
+fn nonsense_ends_the_worker_with_an_error() {
+    let agent = Agent::start();
+    (&agent.socket).write_all(&[0xFF; 64]).unwrap();
+    assert!(matches!(agent.leave(), Err(WorkerError::Frames(_))));
+    let run_on = |settings: WorkerSettings| run(UnixStream::pair().unwrap().0, settings).unwrap_err();
+    let unknown = WorkerSettings { device: "gpu7".into(), ..WorkerSettings::default() };
+    assert!(matches!(run_on(unknown), WorkerError::Device { .. }));
+    assert!(matches!(
+        run_on(WorkerSettings { slots: 0, ..WorkerSettings::default() }),
+        WorkerError::Slots { .. }
+    ));
+}

@@ -35,8 +35,14 @@ fn zeros() -> Option<Model> {
     let owner: WeightOwner = Arc::new(vec![0_u8; 64 * 64 * 2]);
     let mut weights = Weights::new();
     let layer = |name: &str| format!("model.layers.0.{name}.weight");
-    let square = [("self_attn.q_proj", 64), ("self_attn.k_proj", 32), ("self_attn.v_proj", 32), ("self_attn.o_proj", 64)];
-    let square = square.into_iter().chain([("mlp.gate_proj", 64), ("mlp.up_proj", 64), ("mlp.down_proj", 64)]);
+    let square = [
+        ("self_attn.q_proj", 64),
+        ("self_attn.k_proj", 32),
+        ("self_attn.v_proj", 32),
+        ("self_attn.o_proj", 64),
+    ];
+    let square =
+        square.into_iter().chain([("mlp.gate_proj", 64), ("mlp.up_proj", 64), ("mlp.down_proj", 64)]);
     let tensors = square.map(|(name, rows)| (layer(name), vec![rows, 64]));
     let norms = [layer("input_layernorm"), layer("post_attention_layernorm"), "model.norm.weight".into()];
     let tensors = tensors.chain(norms.into_iter().map(|name| (name, vec![64])));
