@@ -1,0 +1,169 @@
+//! Promises about watches.
+
+use futures::{FutureExt as _, StreamExt as _};
+use pilotlight_api::{Model, ModelReplica};
+use pilotlight_store::{Filter, StoreError, Stored, Typed as _, TypedChange, Verdict, Version, reflect};
+use serde_json::json;
+
+use crate::world::{World, from, model, next, replica, told};
+
+fn short<K: Stored>(change: Result<TypedChange<K>, StoreError>) -> String {
+    let name = |object: &K| object.meta().name.clone().unwrap();
+    match change.unwrap() {
+        TypedChange::Applied(object) => format!("+{}", name(&object)),
+        TypedChange::Deleted(object) => format!("-{}", name(&object)),
+        TypedChange::Bookmark(_) => "bookmark".into(),
+    }
+}
+
+pub(crate) async fn a_watch_from_a_list_misses_nothing(world: World) {
+    let store = &world.store;
+    store.create(&model("old")).await.unwrap();
+    let version = store.list::<Model>(&Filter::all()).await.unwrap().version;
+    store.create(&model("before")).await.unwrap();
+    let mut watch = store.watch::<Model>(&Filter::all(), Some(version)).await.unwrap();
+    assert_eq!(short(next(&mut watch).await), "+before");
+    let made = store.apply(&model("after")).await.unwrap();
+    assert_eq!(short(next(&mut watch).await), "+after");
+    store.apply(&model("after")).await.unwrap();
+    store.create(&replica("other-kind", "n")).await.unwrap();
+    let mut reported = made;
+    reported.status = Some(from(json!({ "phase": "Idle" })));
+    store.apply_status(&reported).await.unwrap();
+    match next(&mut watch).await.unwrap() {
+        TypedChange::Applied(object) => assert!(object.status.is_some(), "the unchanged write is not told"),
+        other => panic!("{other:?}"),
+    }
+    store.delete::<Model>("default", "after").await.unwrap();
+    match next(&mut watch).await.unwrap() {
+        TypedChange::Deleted(object) => {
+            assert!(object.status.is_some(), "as it last was");
+            let listed = store.list::<Model>(&Filter::all()).await.unwrap().version;
+            assert_eq!(
+                object.metadata.resource_version.map(Version),
+                Some(listed),
+                "with the version of its end"
+            );
+        }
+        other => panic!("{other:?}"),
+    }
+    assert!(watch.next().now_or_never().is_none(), "nothing more");
+}
+
+pub(crate) async fn a_watch_without_a_version_begins_with_what_is_there(world: World) {
+    let store = &world.store;
+    for name in ["b", "a"] {
+        store.create(&model(name)).await.unwrap();
+    }
+    let mut watch = store.watch::<Model>(&Filter::all(), None).await.unwrap();
+    assert_eq!([short(next(&mut watch).await), short(next(&mut watch).await)], ["+a", "+b"]);
+    store.create(&model("c")).await.unwrap();
+    assert_eq!(short(next(&mut watch).await), "+c");
+}
+
+pub(crate) async fn an_object_that_leaves_the_filter_is_deleted_to_its_watcher(world: World) {
+    let store = &world.store;
+    let on_n1 = Filter::namespace("default").field("spec.nodeName", "n1");
+    let version = store.list::<ModelReplica>(&on_n1).await.unwrap().version;
+    store.apply(&replica("a", "n1")).await.unwrap();
+    store.apply(&replica("b", "n2")).await.unwrap();
+    store.apply(&replica("a", "n2")).await.unwrap();
+    store.apply(&replica("a", "n1")).await.unwrap();
+    store.delete::<ModelReplica>("default", "b").await.unwrap();
+    store.delete::<ModelReplica>("default", "a").await.unwrap();
+    let mut watch = store.watch::<ModelReplica>(&on_n1, Some(version)).await.unwrap();
+    for expect in ["+a", "-a", "+a", "-a"] {
+        assert_eq!(short(next(&mut watch).await), expect);
+    }
+}
+
+pub(crate) async fn a_watch_resumes_where_it_was_cut(world: World) {
+    let store = &world.store;
+    let mut watch = store.watch::<Model>(&Filter::all(), None).await.unwrap();
+    let made = store.create(&model("a")).await.unwrap();
+    assert_eq!(short(next(&mut watch).await), "+a");
+    drop(watch);
+    store.create(&model("b")).await.unwrap();
+    let seen = made.metadata.resource_version.map(Version);
+    let mut watch = store.watch::<Model>(&Filter::all(), seen).await.unwrap();
+    assert_eq!(short(next(&mut watch).await), "+b");
+}
+
+/// Writes more than any history remembers.
+async fn write_much(world: &World) {
+    world.store.create(&model("busy")).await.unwrap();
+    for count in 0..1100 {
+        let mut object = model("busy");
+        object.status = Some(from(json!({ "replicas": count, "observedGeneration": 1 })));
+        world.embedded.apply_status(&object).await.unwrap();
+    }
+}
+
+pub(crate) async fn too_old_a_version_is_gone(mut world: World) {
+    let version = world.store.list::<Model>(&Filter::all()).await.unwrap().version;
+    write_much(&world).await;
+    let gone = async |version: Version| match world.store.watch::<Model>(&Filter::all(), Some(version)).await
+    {
+        Err(error) => error,
+        Ok(mut watch) => next(&mut watch).await.unwrap_err(),
+    };
+    let error = gone(version.clone()).await;
+    assert!(matches!(error, StoreError::Gone { .. }) && error.verdict() == Verdict::Relist, "{error}");
+    let error = gone(Version("9999999999999999".into())).await;
+    assert!(matches!(error, StoreError::Gone { .. }), "a version of another store: {error}");
+    let replicas = world.store.list::<ModelReplica>(&Filter::all()).await.unwrap();
+    let quiet = world.store.watch::<ModelReplica>(&Filter::all(), Some(version)).await;
+    assert!(quiet.is_ok() && replicas.items.is_empty(), "each kind has its own history");
+    drop(quiet);
+    let last = world.store.list::<Model>(&Filter::all()).await.unwrap().version;
+    world.restart().await;
+    let error = match world.store.watch::<Model>(&Filter::all(), Some(last)).await {
+        Err(error) => error,
+        Ok(mut watch) => next(&mut watch).await.unwrap_err(),
+    };
+    assert!(matches!(error, StoreError::Gone { .. }), "history does not outlive the process: {error}");
+}
+
+pub(crate) async fn reflect_survives_a_restart(mut world: World) {
+    if !world.is_remote() {
+        return; // Its readers end with the process.
+    }
+    world.store.create(&model("a")).await.unwrap();
+    let mut seen = reflect::<Model>(world.store.clone(), Filter::all());
+    assert_eq!(told(&next(&mut seen).await), "all a");
+    world.store.create(&model("b")).await.unwrap();
+    assert_eq!(told(&next(&mut seen).await), "+b");
+    world.restart().await;
+    world.embedded.create(&model("c")).await.unwrap();
+    assert_eq!(told(&next(&mut seen).await), "all a b c");
+    world.store.delete::<Model>("default", "a").await.unwrap();
+    assert_eq!(told(&next(&mut seen).await), "-a");
+}
+
+pub(crate) async fn reflect_lists_again_when_it_fell_behind(world: World) {
+    let mut seen = reflect::<Model>(world.store.clone(), Filter::all());
+    assert_eq!(told(&next(&mut seen).await), "all ");
+    world.store.create(&model("first")).await.unwrap();
+    assert_eq!(told(&next(&mut seen).await), "+first");
+    // Far more than queues and sockets hold: 400 × 200 kB.
+    world.store.create(&model("busy")).await.unwrap();
+    let filler = "x".repeat(200_000);
+    for count in 0..400 {
+        let mut object = model("busy");
+        object.status = Some(from(json!({ "replicas": count, "url": filler })));
+        world.embedded.apply_status(&object).await.unwrap();
+    }
+    let mut last = model("busy");
+    last.spec.replicas = Some(7);
+    world.embedded.apply(&last).await.unwrap();
+    let mut items = 0;
+    loop {
+        let item = told(&next(&mut seen).await);
+        items += 1;
+        assert!(items < 400, "it never fell behind");
+        if item == "all busy=7 first" {
+            break;
+        }
+        assert_eq!(item, "+busy");
+    }
+}
