@@ -1,0 +1,12 @@
+//! One file for each command.
+
+pub(crate) mod apply;
+pub(crate) mod chat;
+pub(crate) mod checkpoint;
+pub(crate) mod columns;
+pub(crate) mod delete;
+pub(crate) mod demo;
+pub(crate) mod explain;
+pub(crate) mod get;
+pub(crate) mod manifest;
+pub(crate) mod parts;

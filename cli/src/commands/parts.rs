@@ -1,0 +1,125 @@
+//! One part alone, as on a cluster: operator, router, agent, worker.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use pilotlight_engine::kernels::KernelSet;
+use pilotlight_engine::worker::{self, WorkerSettings};
+use pilotlight_kit::clock::SystemClock;
+use pilotlight_kit::{Stop, admin, http};
+use pilotlight_node_agent::WorkerProgram;
+use pilotlight_operator::Operator;
+use pilotlight_router::Router;
+use pilotlight_store::{ClusterStore, RemoteStore};
+use rustix::process::{Signal, getppid, set_parent_process_death_signal};
+
+use crate::args::{AgentArgs, ClusterArgs, OperatorArgs, RouterArgs, WorkerArgs};
+use crate::failure::Failure;
+use crate::output::print;
+use crate::up;
+
+/// Open requests have so long after a stop.
+const DRAIN: Duration = Duration::from_secs(20);
+
+async fn cluster(args: &ClusterArgs, part: &str) -> Result<Arc<dyn ClusterStore>, Failure> {
+    let store = RemoteStore::from_kubeconfig(args.kubeconfig.as_deref(), &format!("pilotlight-{part}")).await;
+    Ok(Arc::new(store.map_err(|e| {
+        Failure::from_error(&e).cure("name a kubeconfig with --kubeconfig or KUBECONFIG, or run inside the cluster")
+    })?))
+}
+
+/// Serves `app` on `listen` and health on `admin_listen`, until `stop`.
+async fn serve(
+    app: axum::Router,
+    health: axum::Router,
+    listen: &str,
+    admin_listen: Option<&str>,
+    stop: Stop,
+) -> Result<tokio::task::JoinHandle<()>, Failure> {
+    let app = match admin_listen {
+        Some(address) => {
+            tokio::spawn(http::serve(http::bind(address).await?, health, stop.clone(), DRAIN));
+            app
+        }
+        None => app.merge(health),
+    };
+    let listener = http::bind(listen).await?;
+    let address = listener.local_addr()?;
+    let serving = tokio::spawn(http::serve(listener, app.fallback(pilotlight_router::not_found), stop, DRAIN));
+    print(&format!("ready http://{address}\n"))?;
+    Ok(serving)
+}
+
+/// Runs the operator alone.
+pub(crate) async fn operator(args: OperatorArgs, stop: Stop) -> Result<(), Failure> {
+    let registry = prometheus::Registry::new();
+    let config = pilotlight_operator::Settings::default().check()?;
+    let operator = Operator::new(config, cluster(&args.cluster, "operator").await?, Arc::new(SystemClock), &registry)?;
+    let health = admin::routes(registry, operator.readiness());
+    let serving = serve(operator.routes(), health, &args.listen, args.admin_listen.as_deref(), stop.clone()).await?;
+    operator.run(stop).await;
+    Ok(serving.await?)
+}
+
+/// Runs the router alone.
+pub(crate) async fn router(args: RouterArgs, stop: Stop) -> Result<(), Failure> {
+    let registry = prometheus::Registry::new();
+    let settings = pilotlight_router::Settings { operator: args.operator, ..Default::default() };
+    let config = settings.check().map_err(|e| Failure::usage(e.to_string()))?;
+    let router = Router::new(config, cluster(&args.cluster, "router").await?, Arc::new(SystemClock), &registry)?;
+    let health = admin::routes(registry, router.readiness());
+    let serving = serve(router.routes(), health, &args.listen, args.admin_listen.as_deref(), stop.clone()).await?;
+    router.run(stop).await;
+    Ok(serving.await?)
+}
+
+/// Runs a node's agent alone.
+pub(crate) async fn agent(args: AgentArgs, stop: Stop) -> Result<(), Failure> {
+    if args.die_with_parent {
+        die_with_parent()?;
+    }
+    let data_dir = match args.data_dir {
+        Some(given) => given,
+        None => up::data_dir::default_path()?.join("nodes").join(&args.node),
+    };
+    let settings = pilotlight_node_agent::Settings {
+        node: args.node,
+        data_dir: data_dir.clone(),
+        host_memory: args.offer.host_memory,
+        disk: args.offer.disk,
+        device: args.offer.device,
+        listen: args.listen,
+        admin_listen: args.admin_listen,
+        advertise: args.advertise,
+        reader: args.offer.reader,
+        source_root: Vec::new(),
+    };
+    let config =
+        settings.check(WorkerProgram::this_program()?).map_err(|e| Failure::usage(Failure::from_error(&e).cause()))?;
+    let _held = up::DataDir::take(&data_dir)?;
+    Ok(pilotlight_node_agent::run(config, cluster(&args.cluster, "agent").await?, stop).await?)
+}
+
+/// Asks the kernel to end this process with its parent, whatever ends that one.
+fn die_with_parent() -> Result<(), Failure> {
+    let parent = getppid();
+    set_parent_process_death_signal(Some(Signal::KILL)).map_err(std::io::Error::from)?;
+    // A parent that died before the request is seen by its absence.
+    if getppid() != parent {
+        return Err(Failure::new("the process that started this one is gone"));
+    }
+    Ok(())
+}
+
+/// Runs one device's worker; its standard input is the agent's socket, whose end ends it.
+pub(crate) fn worker(args: &WorkerArgs) -> Result<(), Failure> {
+    let kernels = match &args.kernels {
+        Some(name) => Some(name.parse::<KernelSet>().map_err(|e| Failure::usage(e.to_string()))?),
+        None => None,
+    };
+    let settings =
+        WorkerSettings { device: args.device.clone(), kernels, threads: args.threads, ..WorkerSettings::default() };
+    worker::run(worker::socket_from_stdin()?, settings)?;
+    // Threads may still compute for nobody.
+    std::process::exit(0);
+}

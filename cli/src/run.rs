@@ -1,0 +1,87 @@
+//! From the command line to the command.
+
+use std::time::Duration;
+
+use clap::CommandFactory as _;
+use pilotlight_kit::Stop;
+use pilotlight_kit::log::{self, LogSettings};
+
+use crate::args::{Cli, Command};
+use crate::commands::{apply, chat, checkpoint, delete, demo, explain, get, parts};
+use crate::failure::Failure;
+use crate::up;
+
+/// From the first signal to the end: `up` promises 30 s.
+const GRACE: Duration = Duration::from_secs(25);
+
+/// Runs one command to its end.
+pub(crate) fn run(cli: Cli) -> Result<(), Failure> {
+    let Cli { command, log } = cli;
+    match command {
+        Command::Completions { shell } => {
+            clap_complete::generate(shell, &mut Cli::command(), "pilotlight", &mut std::io::stdout());
+            Ok(())
+        }
+        Command::Checkpoint(command) => {
+            start_log(&quiet_by_default(log))?;
+            checkpoint::run(command)
+        }
+        // A worker has its own threads and no runtime.
+        Command::Worker(args) => {
+            start_log(&log)?;
+            parts::worker(&args)
+        }
+        command => {
+            let program = is_program(&command);
+            start_log(&if program { log.clone() } else { quiet_by_default(log.clone()) })?;
+            let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+            let ended = runtime.block_on(on_runtime(command, log.filter));
+            // What is still running was told to stop and had its grace.
+            runtime.shutdown_timeout(Duration::from_secs(1));
+            ended
+        }
+    }
+}
+
+/// Whether it runs until it is stopped, and logs what it does.
+fn is_program(command: &Command) -> bool {
+    matches!(command, Command::Up(_) | Command::Operator(_) | Command::Router(_) | Command::Agent(_))
+}
+
+/// A command that answers a person logs only what is odd, unless asked for more.
+fn quiet_by_default(mut log: LogSettings) -> LogSettings {
+    if log.filter == LogSettings::default().filter {
+        log.filter = "warn".into();
+    }
+    log
+}
+
+fn start_log(settings: &LogSettings) -> Result<(), Failure> {
+    log::init(settings).map_err(|e| Failure::usage(e.to_string()))
+}
+
+async fn on_runtime(command: Command, filter: String) -> Result<(), Failure> {
+    match command {
+        Command::Up(args) => up::run(args, filter, Stop::on_signals(GRACE)?).await,
+        Command::Demo(args) => demo::run(args, "warn".into(), Stop::on_signals(GRACE)?).await,
+        Command::Apply(args) => apply::run(args).await,
+        Command::Delete(args) => delete::run(args).await,
+        Command::Get(args) => get::run(args).await,
+        Command::Explain(args) => explain::run(args).await,
+        Command::Chat(args) => chat::run(args).await,
+        Command::Operator(args) => parts::operator(args, Stop::on_signals(GRACE)?).await,
+        Command::Router(args) => parts::router(args, Stop::on_signals(GRACE)?).await,
+        Command::Agent(args) => parts::agent(*args, Stop::on_signals(GRACE)?).await,
+        Command::Completions { .. } | Command::Checkpoint(_) | Command::Worker(_) => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+}
