@@ -300,3 +300,35 @@ fn cpu_time() -> Duration {
     unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &raw mut time) };
     Duration::new(u64::try_from(time.tv_sec).unwrap_or(0), u32::try_from(time.tv_nsec).unwrap_or(0))
 }
+
+#[cfg(test)]
+mod tests {
+    use pilotlight_testkit::checkpoint::TinyCheckpoint;
+
+    use super::*;
+    use crate::convert::{ConvertOptions, convert};
+
+    #[test]
+    fn every_number_is_there_when_asked_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let (src, ours) = (dir.path().join("src"), dir.path().join("ours"));
+        TinyCheckpoint::llama(3).write(&src).unwrap();
+        let chunk_bytes = ByteCount::from_kib(64);
+        let options = ConvertOptions { chunk_bytes, ..ConvertOptions::default() };
+        convert(&src, &ours, &options, &|_| (), &CancelFlag::new()).unwrap();
+        let load = LoadOptions { reader: ReaderKind::Pread, ..LoadOptions::default() };
+        let plain = bench(&ours, &BenchOptions { load, raw: false }, &CancelFlag::new()).unwrap();
+        assert!(plain.verified && plain.raw_bytes_per_second.is_none() && plain.passes.len() == 1);
+        let raw = bench(&src, &BenchOptions { load, raw: true }, &CancelFlag::new()).unwrap();
+        assert!(!raw.verified && raw.fraction.is_some_and(|f| f > 0.0) && raw.passes.len() > 4);
+        let json = serde_json::to_value(&raw).unwrap();
+        for field in "bytes seconds bytes_per_second raw_bytes_per_second fraction cpu_seconds reader block_bytes depth"
+            .split(' ')
+        {
+            assert!(!json[field].is_null(), "{field}");
+        }
+        let cancel = CancelFlag::new();
+        cancel.cancel();
+        assert!(matches!(bench(&ours, &BenchOptions::default(), &cancel), Err(BenchError::Cancelled)));
+    }
+}

@@ -278,9 +278,10 @@ fn build(
     report(0);
     let mut written = 0;
     let mut data = Vec::with_capacity(plan.files.len());
-    let copier = stream::Copier { source: &source, folder: temp.path(), needed, cancel };
+    let pool = crate::pool::HostPool::scratch(stream::CHUNKS, plan.chunk_bytes)?;
+    let copier = stream::Copier { source: &source, folder: temp.path(), needed, cancel, pool: &pool };
     for file in &plan.files {
-        let chunks = copier.copy(file, plan.chunk_bytes, &mut |bytes| {
+        let chunks = copier.copy(file, &mut |bytes| {
             written += bytes;
             report(written);
         })?;

@@ -121,3 +121,23 @@ pub fn inspect(path: &Path) -> Result<Summary, CheckpointError> {
         tensors: tensors.collect(),
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use pilotlight_testkit::checkpoint::TinyCheckpoint;
+
+    use super::*;
+
+    #[test]
+    fn a_folder_in_numbers() {
+        let dir = tempfile::tempdir().unwrap();
+        TinyCheckpoint::llama(2).random("odd", "U8", &[3], 1).write(dir.path()).unwrap();
+        let summary = inspect(dir.path()).unwrap();
+        assert_eq!((summary.format, summary.architecture.as_str()), ("huggingface", "LlamaForCausalLM"));
+        let elements = summary.tensors.iter().map(|t| t.shape.iter().product::<u64>());
+        assert_eq!(summary.parameters, elements.sum::<u64>());
+        assert_eq!(summary.dtypes["U8"], ByteCount::new(3));
+        let groups: Vec<String> = summary.groups.iter().map(|g| g.name.to_string()).collect();
+        assert_eq!(groups, ["layer.0", "layer.1", "head", "embedding"]);
+    }
+}

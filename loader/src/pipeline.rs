@@ -248,8 +248,9 @@ impl<'a> Pipeline<'a> {
         while self.pending.len() + self.reader.in_flight() < self.reader.depth()
             && self.next_job < self.jobs.len()
         {
+            // While the queue is full: the disk has 64 MiB to go on with meanwhile.
+            FreeChunk::prefault(&self.free)?;
             let Some(chunk) = self.free.pop_front() else { return Ok(()) };
-            chunk.prefault()?;
             let job = self.jobs[self.next_job];
             // Direct reads ask for whole pages; past its end a file gives nothing, and the chunk has room.
             let padded = job.len.next_multiple_of(PAGE);

@@ -13,7 +13,7 @@
 //! the kernel is done with it, so memory under a transfer is never handed out twice. The book of states is
 //! bookkeeping without memory; this file joins it to the memory.
 //!
-//! Pages come when a chunk is first used ([`FreeChunk::prefault`], called by a load before it reads), or earlier by
+//! Pages come when a chunk is first used ([`FreeChunk::prefault`], called by a load before it reads into it), or earlier by
 //! [`HostPool::prefault`]: a big pool does not delay a start, and memory once touched is never given back to the system.
 //!
 //! It does **not** decide who gets memory or who is evicted; the agent does. `unsafe` here buys reads straight into
@@ -135,6 +135,24 @@ impl HostPool {
         chunk_bytes: ByteCount,
         huge: HugePages,
     ) -> Result<Arc<HostPool>, PoolError> {
+        let pool = Self::build(bytes, chunk_bytes, huge)?;
+        let kind = pool.page_kind;
+        if kind == PageKind::Small && pool.wants_huge_pages() {
+            tracing::warn!(pages = kind.name(), %bytes, "host memory has {}", kind.describe());
+        } else {
+            tracing::info!(pages = kind.name(), %bytes, "host memory has {}", kind.describe());
+        }
+        Ok(pool)
+    }
+
+    /// A few chunks to copy or check with, ready to be written.
+    pub(crate) fn scratch(chunks: u32, chunk_bytes: ByteCount) -> Result<Arc<HostPool>, PoolError> {
+        let bytes = ByteCount::new(chunk_bytes.get().saturating_mul(u64::from(chunks)));
+        let pool = Self::build(bytes, chunk_bytes, HugePages::Never)?;
+        if pool.prefault(1, &CancelFlag::new()) > 0 { Err(PoolError::NoPage) } else { Ok(pool) }
+    }
+
+    fn build(bytes: ByteCount, chunk_bytes: ByteCount, huge: HugePages) -> Result<Arc<HostPool>, PoolError> {
         let size_error = PoolError::Size { bytes, chunk: chunk_bytes };
         let chunk = chunk_bytes.get();
         if chunk == 0 || !chunk.is_multiple_of(CHUNK_ALIGN) || bytes.get() < chunk {
@@ -154,13 +172,18 @@ impl HostPool {
         let memory = Memory::create(mapped, chunk_usize, huge != HugePages::Never)
             .map_err(|source| PoolError::Create { bytes, source })?;
         let page_kind = memory.page_kind();
-        match page_kind {
-            PageKind::Small if chunk_usize.is_multiple_of(memory::HUGE_BYTES) => {
-                tracing::warn!(pages = page_kind.name(), "{}", page_kind.describe());
-            }
-            _ => tracing::info!(pages = page_kind.name(), %bytes, "host memory"),
-        }
         Ok(Arc::new(HostPool { memory, book: Mutex::new(Book::new(chunks)), chunk_bytes, chunks, page_kind }))
+    }
+
+    /// Whether its chunks could be made of huge pages.
+    fn wants_huge_pages(&self) -> bool {
+        self.chunk_bytes.get().is_multiple_of(memory::HUGE_BYTES as u64)
+    }
+
+    /// Chunks that get their pages with one call: 64 MiB. Collapsing flushes every processor's page lists once for each call,
+    /// which takes 25 ms and more where all of them are busy; for 8 MiB at a time that came to 10 s for each GiB.
+    fn prefault_step(&self) -> u32 {
+        u32::try_from((64u64 << 20) / self.chunk_bytes.get()).unwrap_or(1).max(1)
     }
 
     /// What its memory is made of, as checked on its first chunk.
@@ -215,8 +238,7 @@ impl HostPool {
     /// Gives every chunk its pages with `threads` threads (0.15 s per GiB and thread for huge pages). Blocks; says how
     /// many chunks got none. May run beside loads.
     pub fn prefault(&self, threads: usize, cancel: &CancelFlag) -> u32 {
-        // 64 MiB at a time: the kernel's fixed cost of a call disappears, and a cancel is seen within 10 ms.
-        let step = u32::try_from((64u64 << 20) / self.chunk_bytes.get()).unwrap_or(1).max(1);
+        let step = self.prefault_step();
         let next = std::sync::atomic::AtomicU32::new(0);
         let missing = std::sync::atomic::AtomicU32::new(0);
         let order = std::sync::atomic::Ordering::Relaxed;
@@ -244,13 +266,13 @@ impl HostPool {
     /// [`HostPool::prefault`] on a thread of its own, which ends with the pool or the flag.
     pub fn prefault_in_background(self: &Arc<Self>, cancel: CancelFlag) -> io::Result<()> {
         let pool = Arc::downgrade(self);
-        let chunks = self.chunks;
+        let (chunks, step) = (self.chunks, self.prefault_step());
         std::thread::Builder::new().name("pool-fault".into()).spawn(move || {
-            for chunk in 0..chunks {
-                // A strong hold for one chunk at a time: the pool goes when its users go.
+            for first in (0..chunks).step_by(step as usize) {
+                // A strong hold for one step at a time: the pool goes when its users go.
                 let Some(pool) = pool.upgrade().filter(|_| !cancel.is_cancelled()) else { return };
-                if !pool.memory.populate(chunk, 1) {
-                    tracing::warn!(chunk, chunks, "the system has no memory for the rest of the pool now");
+                if !pool.memory.populate(first, step.min(chunks - first)) {
+                    tracing::warn!(first, chunks, "the system has no memory for the rest of the pool now");
                     return;
                 }
             }
@@ -344,9 +366,23 @@ pub struct FreeChunk {
 }
 
 impl FreeChunk {
-    /// Makes sure that it has its pages, in 1 ms for 8 MiB; at once if it was used before.
-    pub fn prefault(&self) -> Result<(), PoolError> {
-        if self.chunk.pool.memory.populate(self.chunk.index, 1) { Ok(()) } else { Err(PoolError::NoPage) }
+    /// Makes sure that the first of these chunks has its pages, and with it as many of the following as lie behind it in
+    /// the pool, up to 64 MiB: 10 ms. At once if it was used before.
+    pub fn prefault<'a>(chunks: impl IntoIterator<Item = &'a FreeChunk>) -> Result<(), PoolError> {
+        let mut chunks = chunks.into_iter();
+        let Some(first) = chunks.next() else { return Ok(()) };
+        let (pool, start) = (&first.chunk.pool, first.chunk.index);
+        if pool.memory.populated(start) {
+            return Ok(());
+        }
+        let follows = |(i, chunk): &(u32, &FreeChunk)| chunk.chunk.index == start + i;
+        let behind = (1..pool.prefault_step()).zip(chunks).take_while(follows).count() as u32;
+        if pool.memory.populate(start, 1 + behind) { Ok(()) } else { Err(PoolError::NoPage) }
+    }
+
+    /// Makes sure that all of these have their pages: memory for others to write, which must not fault there.
+    pub fn prefault_all(chunks: &[FreeChunk]) -> Result<(), PoolError> {
+        (0..chunks.len()).try_for_each(|i| Self::prefault(&chunks[i..]))
     }
 
     /// Its range of addresses, to register with the kernel.

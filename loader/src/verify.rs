@@ -15,7 +15,7 @@ use crate::checksum::Checksum;
 use crate::load::{self, LoadError, LoadOptions};
 use crate::manifest::{self, Manifest};
 use crate::pipeline::{End, Fault, Job, Limits, Pipeline, Sink};
-use crate::pool::{Filling, FreeChunk, HostPool, HugePages, PoolError};
+use crate::pool::{Filling, FreeChunk, HostPool, PoolError};
 use crate::readers::{self, Buffers};
 use crate::safetensors;
 
@@ -228,8 +228,7 @@ fn scan(
     let chunk_bytes = manifest.chunk_bytes;
     // What is in flight (64 MiB), and half as much being hashed.
     let chunks = (ByteCount::from_mib(96).get() / chunk_bytes.get()).clamp(2, 64) as u32;
-    let pool_bytes = ByteCount::new(chunk_bytes.get() * u64::from(chunks));
-    let pool = HostPool::create_with(pool_bytes, chunk_bytes, HugePages::Never)?;
+    let pool = HostPool::scratch(chunks, chunk_bytes)?;
     let free = pool.take(chunks)?;
     let files = load::open_files(checkpoint)?;
     let jobs = load::jobs(checkpoint, chunk_bytes);

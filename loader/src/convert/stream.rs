@@ -4,6 +4,7 @@ use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
 use pilotlight_domain::ByteCount;
@@ -14,10 +15,10 @@ use super::plan::{PlannedFile, Segment};
 use crate::cancel::CancelFlag;
 use crate::checkpoint::Checkpoint;
 use crate::checksum::Checksum;
-use crate::pool::{Filling, FreeChunk, HostPool, HugePages};
+use crate::pool::{Filling, FreeChunk, HostPool};
 
 /// One being read, one being written, one waiting on either side.
-const CHUNKS: u32 = 4;
+pub(super) const CHUNKS: u32 = 4;
 const PAGE: usize = 4096;
 
 pub(super) struct Copier<'a> {
@@ -25,6 +26,8 @@ pub(super) struct Copier<'a> {
     pub(super) folder: &'a Path,
     pub(super) needed: ByteCount,
     pub(super) cancel: &'a CancelFlag,
+    /// Of [`CHUNKS`] chunks, all free.
+    pub(super) pool: &'a Arc<HostPool>,
 }
 
 /// A chunk of the new file.
@@ -39,13 +42,10 @@ impl Copier<'_> {
     pub(super) fn copy(
         &self,
         file: &PlannedFile,
-        chunk_bytes: ByteCount,
         wrote: &mut dyn FnMut(u64),
     ) -> Result<Vec<Checksum>, ConvertError> {
-        let pool_bytes = ByteCount::new(chunk_bytes.get() * u64::from(CHUNKS));
-        let pool = HostPool::create_with(pool_bytes, chunk_bytes, HugePages::Never)?;
         let (free_in, free_out) = sync_channel(CHUNKS as usize);
-        for chunk in pool.take(CHUNKS)? {
+        for chunk in self.pool.take(CHUNKS)? {
             free_in.send(chunk).ok();
         }
         let (full_in, full_out) = sync_channel(CHUNKS as usize);
@@ -77,7 +77,6 @@ impl Copier<'_> {
                 return Err(ConvertError::Cancelled);
             }
             let Ok(chunk) = free.recv() else { return Ok(()) };
-            chunk.prefault()?;
             let mut chunk = chunk.fill();
             let len = usize::try_from(left).unwrap_or(usize::MAX).min(chunk.len());
             source.fill(&mut chunk.bytes_mut()[..len])?;

@@ -129,6 +129,11 @@ impl Memory {
         unsafe { self.base.add(offset) }
     }
 
+    /// Whether a chunk has its pages.
+    pub(super) fn populated(&self, chunk: u32) -> bool {
+        self.populated[chunk as usize].load(Ordering::Acquire)
+    }
+
     /// Gives `count` chunks their pages. Says whether every page came; what is there already is not touched, so it is
     /// sound beside readers and writers.
     pub(super) fn populate(&self, first: u32, count: u32) -> bool {
