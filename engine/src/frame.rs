@@ -159,6 +159,8 @@ pub fn send_hello(mut socket: &UnixStream, hello: &ToWorker, pool: BorrowedFd<'_
 pub struct FrameReader {
     socket: UnixStream,
     decoder: Decoder,
+    /// Where reads land; empty before the first.
+    landing: Vec<u8>,
     /// Descriptors that came and were not asked for yet. One is expected in all; more than a few are dropped.
     descriptors: VecDeque<OwnedFd>,
 }
@@ -169,7 +171,7 @@ const DESCRIPTORS_KEPT: usize = 1;
 impl FrameReader {
     /// Reads frames from this socket.
     pub fn new(socket: UnixStream) -> Self {
-        FrameReader { socket, decoder: Decoder::default(), descriptors: VecDeque::new() }
+        FrameReader { socket, decoder: Decoder::default(), landing: Vec::new(), descriptors: VecDeque::new() }
     }
 
     /// The next message; `None` when the other side has closed the connection between two frames.
@@ -177,14 +179,14 @@ impl FrameReader {
     /// # Errors
     /// Any [`FrameError`].
     pub fn read<T: DeserializeOwned>(&mut self) -> Result<Option<T>, FrameError> {
-        let mut bytes = vec![0; READ_BYTES];
+        self.landing.resize(READ_BYTES, 0);
         loop {
             if let Some(message) = self.decoder.next_message()? {
                 return Ok(Some(message));
             }
-            match self.socket.read(&mut bytes) {
+            match self.socket.read(&mut self.landing) {
                 Ok(0) => return self.at_end(),
-                Ok(read) => self.decoder.push(&bytes[..read]),
+                Ok(read) => self.decoder.push(&self.landing[..read]),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 // A peer that died with unread bytes of ours resets the connection: it is gone all the same.
                 Err(error) if error.kind() == io::ErrorKind::ConnectionReset => return self.at_end(),

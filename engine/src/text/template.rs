@@ -16,8 +16,8 @@ use serde_json::Value as Json;
 
 use super::TextError;
 
-/// Instructions of one rendering. A message takes about a hundred; a body of 16 MiB holds half a million messages.
-const FUEL: u64 = 100_000_000;
+/// Instructions of one rendering. A message takes about a hundred: enough for a hundred thousand of them, in about a second.
+const FUEL: u64 = 10_000_000;
 
 const NAME: &str = "chat_template";
 
@@ -34,10 +34,18 @@ impl ChatTemplate {
     /// # Errors
     /// When it is not Jinja.
     pub fn compile(source: &str, special_tokens: BTreeMap<String, String>) -> Result<Self, TextError> {
+        Self::with_fuel(source, special_tokens, FUEL)
+    }
+
+    fn with_fuel(
+        source: &str,
+        special_tokens: BTreeMap<String, String>,
+        fuel: u64,
+    ) -> Result<Self, TextError> {
         let mut environment = Environment::new();
         environment.set_trim_blocks(true);
         environment.set_lstrip_blocks(true);
-        environment.set_fuel(Some(FUEL));
+        environment.set_fuel(Some(fuel));
         environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
         environment.add_filter("tojson", to_json);
         environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
@@ -206,7 +214,8 @@ mod tests {
 
     fn render(source: &str) -> Result<String, String> {
         let special = BTreeMap::from([("bos_token".to_owned(), "<s>".to_owned())]);
-        let template = ChatTemplate::compile(source, special).map_err(|error| error.to_string())?;
+        let template =
+            ChatTemplate::with_fuel(source, special, 100_000).map_err(|error| error.to_string())?;
         let messages = [message("user", " Hi\n"), message("assistant", "<think>x</think>yes")];
         // 2023-11-14 22:13:20 UTC.
         template

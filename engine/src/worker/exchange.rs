@@ -5,7 +5,7 @@
 //! ([`FRAMES_MAX`]). No thread here ever waits while it holds something that another one needs.
 
 use std::collections::VecDeque;
-use std::io;
+use std::io::{self, Write as _};
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -13,7 +13,7 @@ use std::thread;
 use pilotlight_domain::session::{SessionSpec, TokenId};
 
 use super::load::Built;
-use crate::frame;
+use crate::frame::{self, FrameError};
 use crate::protocol::{FromWorker, ModelKey, SessionKey, ToWorker};
 use crate::text::ModelText;
 
@@ -25,6 +25,9 @@ const FRAMES_TO_STEP: usize = 1024;
 
 /// Frames that may wait while commands are handled: each makes two at most, sessions that end together one each.
 const FRAMES_MAX: usize = 4096;
+
+/// Bytes that are written at once: the tokens of a step go in one system call.
+const WRITE_BYTES: usize = 64 << 10;
 
 /// What the step thread is told.
 pub(super) enum Control {
@@ -154,21 +157,31 @@ impl Drop for CloseOnDrop {
 
 /// Starts the thread that writes frames. When the socket fails the worker ends: its agent is gone.
 pub(super) fn start_writer(exchange: Arc<Exchange>, socket: UnixStream) -> io::Result<()> {
-    let write_all = move || {
+    let work = move || {
         let closing = CloseOnDrop(exchange);
         while let Some(frames) = closing.0.outgoing() {
-            for message in frames {
-                if let Err(error) = frame::write(&socket, &message) {
-                    tracing::info!(%error, "the agent does not listen any more");
-                    // The reader must not wait for commands that nobody answers.
-                    let _ = socket.shutdown(std::net::Shutdown::Both);
-                    return;
-                }
+            if let Err(error) = write_all(&socket, &frames) {
+                tracing::info!(%error, "the agent does not listen any more");
+                // The reader must not wait for commands that nobody answers.
+                let _ = socket.shutdown(std::net::Shutdown::Both);
+                return;
             }
         }
     };
-    thread::Builder::new().name("writer".into()).spawn(write_all)?;
+    thread::Builder::new().name("writer".into()).spawn(work)?;
     Ok(())
+}
+
+fn write_all(mut socket: &UnixStream, frames: &VecDeque<FromWorker>) -> Result<(), FrameError> {
+    let mut bytes = Vec::new();
+    for message in frames {
+        bytes.extend(frame::encode(message)?);
+        if bytes.len() >= WRITE_BYTES {
+            socket.write_all(&bytes).map_err(FrameError::Socket)?;
+            bytes.clear();
+        }
+    }
+    socket.write_all(&bytes).map_err(FrameError::Socket)
 }
 
 #[cfg(test)]

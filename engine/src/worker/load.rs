@@ -50,7 +50,12 @@ pub(super) fn start(order: Order, pool: PoolMap, exchange: Arc<Exchange>) -> io:
     Ok(resident)
 }
 
-fn load(order: &Order, pool: &PoolMap, exchange: &Exchange, resident: &Receiver<()>) -> Result<Built, String> {
+fn load(
+    order: &Order,
+    pool: &PoolMap,
+    exchange: &Exchange,
+    resident: &Receiver<()>,
+) -> Result<Built, String> {
     let told = |error: &dyn Error| chain(error);
     let config_path = order.folder.join("config.json");
     let config =

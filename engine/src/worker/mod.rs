@@ -155,12 +155,18 @@ pub fn run(socket: UnixStream, settings: WorkerSettings) -> Result<(), WorkerErr
     let desk_settings = DeskSettings { device: settings.device, numerics, slots: settings.slots };
     let desk = Desk::new(cpu, pool, exchange.clone(), prompts, desk_settings);
     thread::Builder::new().name("step".into()).spawn(move || desk.run())?;
-    while let Some(message) = input.read::<ToWorker>()? {
-        if !exchange.submit(Control::Agent(message)) {
-            break;
+    loop {
+        match input.read::<ToWorker>() {
+            Ok(Some(message)) => {
+                if !exchange.submit(Control::Agent(message)) {
+                    return Ok(());
+                }
+            }
+            // An agent that is killed may leave in the middle of a word.
+            Ok(None) | Err(FrameError::Truncated { .. }) => return Ok(()),
+            Err(error) => return Err(error.into()),
         }
     }
-    Ok(())
 }
 
 #[cfg(test)]

@@ -24,6 +24,9 @@ use crate::text::ModelText;
 /// Sessions that may wait for a model to be ready: as many as may wait for a slot.
 const EARLY_MAX: usize = 256;
 
+/// Bytes of prompts that may wait to be tokenized: sixteen of the longest that a router lets through.
+const PROMPT_BYTES_MAX: usize = 256 << 20;
+
 /// Failed loads that are remembered. A session comes late by milliseconds.
 const FAILED_KEPT: usize = 16;
 
@@ -47,6 +50,8 @@ pub(super) struct Desk {
     models: BTreeMap<ModelKey, Slot>,
     /// Which model each session is on.
     sessions: HashMap<SessionKey, ModelKey>,
+    /// Bytes of prompts that wait for a text thread.
+    prompt_bytes: usize,
     /// Models whose load failed a while ago, and why, for sessions that come late.
     failed: VecDeque<(ModelKey, String)>,
     /// Whose turn it was last.
@@ -103,7 +108,18 @@ impl Desk {
         settings: DeskSettings,
     ) -> Self {
         let (models, sessions, failed) = Default::default();
-        Desk { cpu, pool, exchange, prompts, settings, models, sessions, failed, last: ModelKey(0) }
+        Desk {
+            cpu,
+            pool,
+            exchange,
+            prompts,
+            settings,
+            models,
+            sessions,
+            prompt_bytes: 0,
+            failed,
+            last: ModelKey(0),
+        }
     }
 
     /// Serves until the exchange is closed.
@@ -153,7 +169,10 @@ impl Desk {
             Control::Text(model, text) => self.text_is_there(model, &text),
             Control::Loaded(model, Ok(built)) => self.loaded(model, *built),
             Control::Loaded(model, Err(message)) => self.load_failed(model, message),
-            Control::Prompt(session, spec, ids) => self.prompt_is_there(session, *spec, ids),
+            Control::Prompt(session, spec, ids) => {
+                self.prompt_bytes -= prompt_bytes(&spec);
+                self.prompt_is_there(session, *spec, ids);
+            }
         }
     }
 
@@ -302,7 +321,7 @@ impl Desk {
             }
             Some(Slot::Loading(loading)) if !loading.unloading => match loading.text.clone() {
                 Some(text) => self.tokenize(session, spec, &text),
-                None if loading.untokenized.len() < EARLY_MAX => loading.untokenized.push((session, spec)),
+                None if loading.has_room_for(&spec) => loading.untokenized.push((session, spec)),
                 None => self.refuse(session, too_many()),
             },
             _ => {
@@ -326,9 +345,13 @@ impl Desk {
             self.prompt_is_there(session, *spec, Ok(ids));
             return;
         }
+        let bytes = prompt_bytes(&spec);
+        if self.prompt_bytes + bytes > PROMPT_BYTES_MAX {
+            return self.refuse(session, too_many());
+        }
         let prompt = Prompt { session, spec, text: text.clone() };
         match self.prompts.try_send(prompt) {
-            Ok(()) => {}
+            Ok(()) => self.prompt_bytes += bytes,
             Err(TrySendError::Full(_)) => self.refuse(session, too_many()),
             Err(TrySendError::Disconnected(_)) => {
                 self.refuse(session, Refusal::elsewhere(FailureCode::Internal, "the text threads are gone"));
@@ -397,6 +420,12 @@ impl Desk {
 }
 
 impl Loading {
+    /// Whether one more session may wait for the tokenizer.
+    fn has_room_for(&self, spec: &SessionSpec) -> bool {
+        let waiting: usize = self.untokenized.iter().map(|(_, spec)| prompt_bytes(spec)).sum();
+        self.untokenized.len() < EARLY_MAX && waiting + prompt_bytes(spec) <= PROMPT_BYTES_MAX
+    }
+
     fn resident_through(&mut self, chunks: usize) {
         if chunks >= self.chunks
             && let Some(resident) = self.resident.as_ref()
@@ -427,6 +456,17 @@ impl Serving {
             told.push(FromWorker::Rates { model, prefill: rates.prefill(), decode: rates.decode() });
         }
         told
+    }
+}
+
+/// What a prompt takes in memory, roughly.
+fn prompt_bytes(spec: &SessionSpec) -> usize {
+    match &spec.input {
+        Input::Chat(messages) => {
+            messages.iter().map(|message| message.role.len() + message.content.len()).sum()
+        }
+        Input::Text(text) => text.len(),
+        Input::Tokens(ids) => size_of_val(ids.as_slice()),
     }
 }
 
