@@ -1,1 +1,36 @@
-//! Index, plan, apply, status.
+//! The operator: index → plan → apply → status.
+//!
+//! ```text
+//! watches ──► index ──► view ┐
+//! routers ──► demand book ───┼──► plan(view, now) ──► orders (ModelReplica) ──► agents
+//! time    ──► agenda ────────┘         │
+//!                                      └──► status(view, model), events ──► people
+//! ```
+//!
+//! Invariants: nothing is decided here, only in `pilotlight_domain`; no polling (a wake is planned and ordered in the
+//! turn that takes it up); only the leader writes, and if two believe to lead, orders are the same objects and their
+//! generations grow; everything but the history of demand is rebuilt from the cluster after a restart.
+//!
+//! It deliberately does **not** talk to agents (they watch their orders), read secrets, or stand in the way of warm
+//! serving: routers go on without it.
+#![forbid(unsafe_code)]
+
+mod agenda;
+mod apply;
+mod convert;
+mod demand;
+mod explain;
+mod http;
+mod index;
+mod leader;
+mod metrics;
+mod names;
+mod service;
+mod settings;
+mod status;
+mod story;
+mod writer;
+
+pub use http::Handle;
+pub use service::Operator;
+pub use settings::{Config, Leadership, Settings, SettingsError};

@@ -9,6 +9,7 @@
 pub mod columns;
 pub mod conditions;
 pub mod demand;
+pub mod explain;
 pub mod model;
 pub mod node;
 pub mod replica;

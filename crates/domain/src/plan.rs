@@ -119,9 +119,7 @@ pub struct Unplaced {
     pub why: NoRoom,
     /// For people: cause and cure.
     pub message: String,
-    /// Requests that wait should be told now: waiting does not help them.
-    pub refuse: bool,
-    /// It may work later without anybody's doing.
+    /// It may work later without anybody's doing: requests may wait. Else they should be told now.
     pub retry: bool,
 }
 
@@ -134,6 +132,8 @@ pub struct Outlook {
     pub wanted: u32,
     /// Why so many.
     pub why: Why,
+    /// Replicas that serve or will, after this plan.
+    pub serving: u32,
     /// Why there are fewer.
     pub unplaced: Option<Unplaced>,
     /// Why there are fewer copies on disk than wanted.
@@ -184,7 +184,7 @@ impl fmt::Display for Plan {
         }
         for outlook in &self.outlook {
             if let Some(unplaced) = &outlook.unplaced {
-                let verdict = if unplaced.refuse { "refused" } else { "waits" };
+                let verdict = if unplaced.retry { "waits" } else { "refused" };
                 writeln!(f, "{} {verdict}: {}", outlook.model.name, unplaced.message)?;
             }
             if let Some(message) = &outlook.uncached {

@@ -30,9 +30,9 @@ pub struct Serving {
     pub ordered: u32,
     /// Held and able to serve, on any node that lives.
     pub ready: u32,
-    /// When the last of them became ready.
+    /// When the last of those that stay became ready.
     pub ready_since: Option<Timestamp>,
-    /// When the last of those under way was ordered or last changed its state.
+    /// When the last of those that stay and are under way was ordered or last changed its state.
     pub under_way_since: Option<Timestamp>,
     /// The most slots that one of them has; 0 while unknown.
     pub slots: u32,

@@ -2,7 +2,8 @@
 
 use super::draft::{Draft, Known, Need, placed_at};
 use super::judge::{Fit, Resource, WhyNot, key};
-use super::{NoRoom, Unplaced};
+use super::{NoRoom, Outlook, Unplaced};
+use crate::scale::Why;
 use crate::view::{Claim, Hold, NodeState, Slot};
 use crate::{ByteCount, ModelName, Tier, Timestamp};
 
@@ -28,9 +29,7 @@ impl<'v> Draft<'v> {
         }
         self.outlook[need.outlook].unplaced = None;
         while need.have < need.wanted {
-            if let Err(mut unplaced) = self.place_one(need) {
-                // Something serves: nobody has to be told.
-                unplaced.refuse &= need.have == 0;
+            if let Err(unplaced) = self.place_one(need) {
                 if unplaced.why != NoRoom::Busy {
                     self.leave_now(need.model);
                 }
@@ -38,6 +37,7 @@ impl<'v> Draft<'v> {
                 return;
             }
             need.have += 1;
+            self.outlook[need.outlook].serving = need.have;
         }
         // Now that others will serve, what failed and has cooled is let go.
         self.failed(need.model, need.wanted, need.have);
@@ -195,7 +195,7 @@ impl<'v> Draft<'v> {
         let Some((_, _, node, why)) = reasons.into_iter().next() else {
             return waits(NoRoom::NoNode, "no node has registered yet".into());
         };
-        let refused = |why, message| Unplaced { why, message, refuse: true, retry: away };
+        let refused = |why, message| Unplaced { why, message, retry: away };
         match why {
             WhyNot::Full(what, need, free) => waits(
                 NoRoom::Busy,
@@ -203,9 +203,7 @@ impl<'v> Draft<'v> {
                     "waits for room: needs {need} of {what}, node {node} has {free} free beside what is in use"
                 ),
             ),
-            WhyNot::Cooling(cause, message) => {
-                Unplaced { why: NoRoom::Failed(cause), message, refuse: true, retry: true }
-            }
+            WhyNot::Cooling(cause, message) => Unplaced { why: NoRoom::Failed(cause), message, retry: false },
             WhyNot::TooSmall(Resource::Device, need, has) => refused(
                 NoRoom::InsufficientGpu,
                 format!("needs {need} of device memory, the largest device (on node {node}) has {has}"),
@@ -281,8 +279,17 @@ impl<'v> Draft<'v> {
                     holders += 1;
                 }
                 Err(message) => {
-                    if let Some(outlook) = outlook.filter(|_| holders == 0) {
-                        self.outlook[outlook].uncached = Some(message);
+                    match outlook {
+                        Some(at) => self.outlook[at].uncached = Some(message),
+                        None => self.outlook.push(Outlook {
+                            model: model.name.clone(),
+                            wanted: 0,
+                            why: Why::NoDemand,
+                            serving: 0,
+                            unplaced: None,
+                            uncached: Some(message),
+                            due: None,
+                        }),
                     }
                     break;
                 }
@@ -327,7 +334,7 @@ impl<'v> Draft<'v> {
 }
 
 fn waits(why: NoRoom, message: String) -> Unplaced {
-    Unplaced { why, message, refuse: false, retry: true }
+    Unplaced { why, message, retry: true }
 }
 
 const fn cure(what: Resource) -> &'static str {

@@ -55,6 +55,7 @@ impl<'v> Draft<'v> {
                 model: name.clone(),
                 wanted: wanted.count,
                 why: wanted.why,
+                serving: stays.min(wanted.count),
                 unplaced: refused,
                 uncached: None,
                 due,
@@ -96,14 +97,15 @@ impl<'v> Draft<'v> {
             if part == Part::Failed {
                 continue;
             }
-            serving.ordered += u32::from(part == Part::Stays);
             serving.slots = serving.slots.max(placed.slots);
-            if placed.is_ready() {
-                serving.ready += 1;
-                serving.ready_since = serving.ready_since.max(Some(placed.since));
-            } else {
-                serving.under_way_since = serving.under_way_since.max(Some(placed.since));
+            serving.ready += u32::from(placed.is_ready());
+            if part == Part::Leaves {
+                continue;
             }
+            serving.ordered += 1;
+            let since =
+                if placed.is_ready() { &mut serving.ready_since } else { &mut serving.under_way_since };
+            *since = (*since).max(Some(placed.since));
         }
         serving
     }
@@ -130,13 +132,16 @@ impl<'v> Draft<'v> {
         self.order(model, slot, hold, true, reason);
     }
 
-    /// Too many serve: those under way go first, then by name from the end.
+    /// Too many serve: those under way go first, then those that have served longest, so that the idle time of what
+    /// stays does not change.
     fn let_go(&mut self, model: Known<'v>, count: u32, why: Why) {
-        let mut staying: Vec<(bool, usize, Slot)> = self
+        let mut staying: Vec<(bool, Timestamp, std::cmp::Reverse<usize>, Slot)> = self
             .parts(model)
             .enumerate()
             .filter(|(_, (.., part))| *part == Part::Stays)
-            .map(|(place, (slot, placed, _))| (placed.is_ready(), usize::MAX - place, slot))
+            .map(|(place, (slot, placed, _))| {
+                (placed.is_ready(), placed.since, std::cmp::Reverse(place), slot)
+            })
             .collect();
         staying.sort_unstable();
         for (.., slot) in staying.into_iter().take(count as usize) {
@@ -165,6 +170,7 @@ impl<'v> Draft<'v> {
     /// are tried again when they have cooled, or the spec changed. Gives the moment when the next one has.
     pub(super) fn failed(&mut self, model: Known<'v>, wanted: u32, have: u32) -> Option<Timestamp> {
         let mut due = None;
+        let asked = model.entry.demand.concurrency();
         for (slot, placed) in model.entry.replicas() {
             if !placed.is_failed() || self.node(slot).state() == NodeState::Lost {
                 continue;
@@ -176,7 +182,7 @@ impl<'v> Draft<'v> {
                 continue;
             };
             let cold = self.now >= until;
-            if hold.serves() && (wanted == 0 || (cold && have >= wanted)) {
+            if hold.serves() && (wanted == 0 || ((cold || asked == 0) && have >= wanted)) {
                 self.fall(model, slot, "it failed, and is not wanted any more".into());
             } else if !hold.serves() && cold {
                 self.order(model, slot, hold, false, format!("tried again after: {}", message(placed)));
@@ -208,12 +214,7 @@ impl<'v> Draft<'v> {
             }
             let cools =
                 cause.is_source() && self.cooling_until(model, placed).is_some_and(|until| self.now < until);
-            cools.then(|| Unplaced {
-                why: NoRoom::Failed(*cause),
-                message: message.clone(),
-                refuse: true,
-                retry: true,
-            })
+            cools.then(|| Unplaced { why: NoRoom::Failed(*cause), message: message.clone(), retry: false })
         })
     }
 }
@@ -228,7 +229,7 @@ fn refused(model: Known<'_>, wanted: Wanted) -> Option<Unplaced> {
         }
         _ => return None,
     };
-    Some(Unplaced { why, message: message.into(), refuse: true, retry: false })
+    Some(Unplaced { why, message: message.into(), retry: false })
 }
 
 fn message(placed: &Placed) -> &str {

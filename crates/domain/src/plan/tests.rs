@@ -149,7 +149,7 @@ fn what_never_fits_is_refused_with_both_sizes() {
 #[test]
 fn a_full_disk_gives_up_idle_copies_for_a_wake_but_not_for_a_prefetch() {
     let world = || World::new().node("n1", "disk=1GiB").model("a", "size=600MiB").cached("a", "n1");
-    world().model("b", "size=600MiB").check("");
+    world().model("b", "size=600MiB").check("b uncached: no node can take a copy; n1: needs 600MiB of disk, 424MiB is free");
     world().model("b", "size=600MiB").wakes("b", 1).check(
         "a@n1 withdraw: idle; its copy makes room for default/b
          b@n1 cpu: woken by a request; 3.5s from remote (fetch 3.1s, read 0.6s, prefill 0.3s), in the place of idle default/a",
@@ -252,7 +252,10 @@ fn a_remade_model_takes_nothing_over() {
         .model("a", "size=1GB")
         .cached("a", "n1")
         .model("a", "size=1GB uid=other")
-        .check("a@n1 withdraw: it belongs to an earlier Model of this name")
+        .check(
+            "a@n1 withdraw: it belongs to an earlier Model of this name
+             a uncached: no node can take a copy; n1: holds it already",
+        )
         .check("a@n1 disk: a copy before any request");
 }
 

@@ -1,0 +1,107 @@
+//! The operator's HTTP: demand comes in, explanations go out.
+//!
+//! | path | answers |
+//! |---|---|
+//! | `POST /operator/v1/demand` | after the orders for the wakes in it were written: 200, wakes that cannot be; 503 while we do not lead, or are behind: repeat it |
+//! | `GET /operator/v1/explain/{namespace}/{name}` | 200, or 404 |
+
+use std::time::Duration;
+
+use axum::extract::{Path, State};
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use axum::{Json, Router};
+use pilotlight_api::demand::{DemandAnswer, DemandReport};
+use pilotlight_api::explain::Explanation;
+use pilotlight_domain::ModelName;
+use pilotlight_kit::Readiness;
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::time::Instant;
+
+/// Reports that wait to be taken up: a hundred routers report about a hundred times per second together, and a turn
+/// takes milliseconds. Reports are at most 2 MiB (axum's limit for bodies), so 64 of them are bounded too.
+pub(crate) const ASKS_MAX: usize = 64;
+/// A store that does not answer must not keep routers waiting for ever: they repeat.
+const ANSWER_MAX: Duration = Duration::from_secs(10);
+
+/// What the service is asked.
+pub(crate) enum Ask {
+    /// A router's report, and when it came.
+    Demand(DemandReport, Instant, oneshot::Sender<DemandAnswer>),
+    /// Explain a model.
+    Explain(ModelName, oneshot::Sender<Option<Explanation>>),
+    /// The clock jumped: look again what is due.
+    Look,
+}
+
+/// A way to ask a running operator; cheap to clone.
+#[derive(Clone, Debug)]
+pub struct Handle {
+    pub(crate) asks: mpsc::Sender<Ask>,
+    pub(crate) leads: watch::Receiver<bool>,
+    pub(crate) ready: watch::Receiver<Readiness>,
+}
+
+impl Handle {
+    /// Its paths, below `/operator/v1`.
+    pub fn routes(&self) -> Router {
+        Router::new()
+            .route("/operator/v1/demand", post(demand))
+            .route("/operator/v1/explain/{namespace}/{name}", get(explain))
+            .with_state(self.clone())
+    }
+
+    /// Ready once every kind was listed; leadership is not required.
+    pub fn ready(&self) -> watch::Receiver<Readiness> {
+        self.ready.clone()
+    }
+
+    /// Tells the operator that its clock jumped (a machine that slept, a test): it looks again what is due.
+    pub async fn look(&self) {
+        let _ended = self.asks.send(Ask::Look).await;
+    }
+
+    /// What `POST /operator/v1/demand` does, for callers in the same process. None: repeat it later.
+    pub async fn demand(&self, report: DemandReport) -> Option<DemandAnswer> {
+        if !*self.leads.borrow() {
+            return None;
+        }
+        let (answer, answered) = oneshot::channel();
+        self.asks.try_send(Ask::Demand(report, Instant::now(), answer)).ok()?;
+        tokio::time::timeout(ANSWER_MAX, answered).await.ok()?.ok()
+    }
+
+    /// What `GET /operator/v1/explain/…` does. None: there is no such model.
+    pub async fn explain(&self, model: ModelName) -> Option<Explanation> {
+        let (answer, answered) = oneshot::channel();
+        self.asks.send(Ask::Explain(model, answer)).await.ok()?;
+        tokio::time::timeout(ANSWER_MAX, answered).await.ok()?.ok()?
+    }
+}
+
+async fn demand(State(handle): State<Handle>, Json(report): Json<DemandReport>) -> Response {
+    match handle.demand(report).await {
+        Some(answer) => Json(answer).into_response(),
+        None => {
+            let why = if *handle.leads.borrow() {
+                "the operator is behind: repeat the report\n"
+            } else {
+                "this operator does not lead: repeat the report\n"
+            };
+            (StatusCode::SERVICE_UNAVAILABLE, [(header::RETRY_AFTER, "1")], why).into_response()
+        }
+    }
+}
+
+async fn explain(State(handle): State<Handle>, Path((namespace, name)): Path<(String, String)>) -> Response {
+    let model = match ModelName::new(&namespace, &name) {
+        Ok(model) => model,
+        Err(error) => return (StatusCode::BAD_REQUEST, format!("{error}\n")).into_response(),
+    };
+    let text = format!("there is no Model {model}\n");
+    match handle.explain(model).await {
+        Some(explanation) => Json(explanation).into_response(),
+        None => (StatusCode::NOT_FOUND, text).into_response(),
+    }
+}

@@ -1,0 +1,341 @@
+//! The index: what the watches told, as the cluster's objects and as the plan's view of them, and which models were
+//! touched by each change.
+//!
+//! Invariants: the view shows our own writes as soon as they were answered, and an older watch event does not undo
+//! them (an order's generation only grows); nothing is planned before every kind was listed once.
+//!
+//! It deliberately does **not** decide, and it does **not** read a clock.
+
+mod life;
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+
+use k8s_openapi::api::coordination::v1::Lease;
+use pilotlight_api::model::Resolved;
+use pilotlight_api::{Model, ModelNode, ModelReplica};
+use pilotlight_domain::view::View;
+use pilotlight_domain::{ModelName, NodeName, Timestamp};
+use pilotlight_store::Reflected;
+
+use crate::convert;
+use life::Life;
+
+/// The cluster as it was last heard of.
+#[derive(Default)]
+pub(crate) struct Index {
+    /// For the plan.
+    pub(crate) view: View,
+    models: BTreeMap<ModelName, Model>,
+    replicas: HashMap<(ModelName, NodeName), ModelReplica>,
+    nodes: HashMap<NodeName, ModelNode>,
+    life: Life,
+    /// The last generation ordered per node, whoever ordered it.
+    generations: HashMap<NodeName, u64>,
+    /// Orders that we withdrew, until the watch says that they are gone.
+    withdrawn: HashSet<String>,
+    listed: Listed,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Listed {
+    models: bool,
+    replicas: bool,
+    nodes: bool,
+    leases: bool,
+}
+
+/// The models that a change may concern.
+pub(crate) type Touched = BTreeSet<ModelName>;
+
+impl Index {
+    /// Whether every kind was listed once; before that, what is missing is only not known yet.
+    pub(crate) fn is_synced(&self) -> bool {
+        let Listed { models, replicas, nodes, leases } = self.listed;
+        models && replicas && nodes && leases
+    }
+
+    /// A Model's object.
+    pub(crate) fn model(&self, name: &ModelName) -> Option<&Model> {
+        self.models.get(name)
+    }
+
+    /// Every Model, by name.
+    pub(crate) fn models(&self) -> impl Iterator<Item = (&ModelName, &Model)> {
+        self.models.iter()
+    }
+
+    /// An order's object.
+    pub(crate) fn replica(&self, model: &ModelName, node: &NodeName) -> Option<&ModelReplica> {
+        self.replicas.get(&(model.clone(), node.clone()))
+    }
+
+    /// A generation that no agent of this node has seen: larger than every one known, and than the time in
+    /// milliseconds, in case that all orders of the node were deleted while nobody looked.
+    pub(crate) fn next_generation(&mut self, node: &NodeName, now: Timestamp) -> u64 {
+        let last = self.generations.entry(node.clone()).or_default();
+        *last = (*last + 1).max(now.as_micros() / 1000);
+        *last
+    }
+
+    pub(crate) fn on_models(&mut self, told: Reflected<Model>) -> Touched {
+        let mut touched = Touched::new();
+        match told {
+            Reflected::Restarted(models) => {
+                self.listed.models = true;
+                let now: BTreeSet<ModelName> = models.iter().filter_map(convert::model_name).collect();
+                let gone: Vec<ModelName> =
+                    self.models.keys().filter(|name| !now.contains(*name)).cloned().collect();
+                for name in gone {
+                    self.forget_model(&name);
+                    touched.insert(name);
+                }
+                touched.extend(models.into_iter().filter_map(|model| self.put_model(model)));
+            }
+            Reflected::Applied(model) => touched.extend(self.put_model(model)),
+            Reflected::Deleted(model) => {
+                if let Some(name) = convert::model_name(&model) {
+                    self.forget_model(&name);
+                    touched.insert(name);
+                }
+            }
+        }
+        touched
+    }
+
+    /// Gives the name if a plan or a status may come out differently. Our own status writes come back here too.
+    fn put_model(&mut self, mut model: Model) -> Option<ModelName> {
+        let Some(name) = convert::model_name(&model) else {
+            tracing::warn!(name = ?model.metadata.name, "a Model's name is not one that can be served");
+            return None;
+        };
+        if model.metadata.deletion_timestamp.is_some() {
+            self.view.remove_model(&name);
+            self.models.insert(name.clone(), model);
+            return Some(name);
+        }
+        let before = self.models.get(&name);
+        let known = before.is_some_and(|before| {
+            before.metadata.generation == model.metadata.generation
+                && before.metadata.uid == model.metadata.uid
+        });
+        if known {
+            // Only its status changed, and that is ours: we know it already, and may know a newer one.
+            if let Some(before) = before {
+                model.status.clone_from(&before.status);
+            }
+            self.models.insert(name, model);
+            return None;
+        }
+        let resolved = self.resolved(&name, &model);
+        self.view.put_model(&name, convert::model_facts(&model, resolved.as_ref()));
+        self.models.insert(name.clone(), model);
+        Some(name)
+    }
+
+    fn forget_model(&mut self, name: &ModelName) {
+        self.models.remove(name);
+        self.view.remove_model(name);
+    }
+
+    /// What is known of a model's checkpoint: from an agent that read its headers, else from the Model's own status.
+    pub(crate) fn resolved(&self, name: &ModelName, model: &Model) -> Option<Resolved> {
+        let entry = self.view.model(name);
+        let replicas = entry.into_iter().flat_map(|entry| entry.replicas());
+        let told = replicas.filter_map(|(slot, _)| self.replica(name, &self.view.node(slot).name));
+        let fresh = told
+            .filter(|replica| replica.spec.source_uri == model.spec.source.uri)
+            .filter_map(|replica| replica.status.as_ref()?.resolved.clone())
+            .next();
+        fresh.or_else(|| model.status.as_ref()?.resolved.clone())
+    }
+
+    /// Our own status of a model, as it was or will be written.
+    pub(crate) fn set_status(&mut self, name: &ModelName, status: pilotlight_api::ModelStatus) {
+        if let Some(model) = self.models.get_mut(name) {
+            model.status = Some(status);
+        }
+    }
+
+    pub(crate) fn on_replicas(&mut self, told: Reflected<ModelReplica>, now: Timestamp) -> Touched {
+        let mut touched = Touched::new();
+        match told {
+            Reflected::Restarted(replicas) => {
+                self.listed.replicas = true;
+                let there: HashSet<(ModelName, NodeName)> =
+                    replicas.iter().filter_map(convert::replica_key).collect();
+                let gone: Vec<(ModelName, NodeName)> =
+                    self.replicas.keys().filter(|key| !there.contains(*key)).cloned().collect();
+                for (model, node) in gone {
+                    self.forget_replica(&model, &node);
+                    touched.insert(model);
+                }
+                self.withdrawn.clear();
+                touched.extend(replicas.into_iter().filter_map(|replica| self.put_replica(replica, now)));
+            }
+            Reflected::Applied(replica) => touched.extend(self.put_replica(replica, now)),
+            Reflected::Deleted(replica) => {
+                let uid = replica.metadata.uid.clone().unwrap_or_default();
+                self.withdrawn.remove(&uid);
+                let Some((model, node)) = convert::replica_key(&replica) else { return touched };
+                let ours = self
+                    .replica(&model, &node)
+                    .is_some_and(|known| known.metadata.uid == replica.metadata.uid);
+                if ours {
+                    self.forget_replica(&model, &node);
+                    touched.insert(model);
+                }
+            }
+        }
+        touched
+    }
+
+    /// Takes an order over, from a watch or from the answer to our own write.
+    pub(crate) fn put_replica(&mut self, mut replica: ModelReplica, now: Timestamp) -> Option<ModelName> {
+        let Some((model, node)) = convert::replica_key(&replica) else {
+            tracing::warn!(name = ?replica.metadata.name, "a ModelReplica names no model or node that can be");
+            return None;
+        };
+        if replica.metadata.uid.as_ref().is_some_and(|uid| self.withdrawn.contains(uid)) {
+            return None;
+        }
+        let last = self.generations.entry(node.clone()).or_default();
+        let accepted = replica.status.as_ref().map_or(0, |status| status.order_generation);
+        *last = (*last).max(replica.spec.order_generation).max(accepted);
+        let key = (model, node);
+        if let Some(known) = self.replicas.get(&key) {
+            let same = known.metadata.uid == replica.metadata.uid;
+            if same && known.spec.order_generation > replica.spec.order_generation {
+                // An event from before our last write: only what the agent says in it is news.
+                replica.spec = known.spec.clone();
+            }
+        }
+        let (model, node) = key;
+        let placed = convert::placed(&replica, self.view.replica(&model, &node), now);
+        self.view.put_replica(&model, &node, placed);
+        let news = replica.status.as_ref().is_some_and(|status| status.resolved.is_some());
+        self.replicas.insert((model.clone(), node), replica);
+        if news {
+            self.learn(&model);
+        }
+        Some(model)
+    }
+
+    /// An agent may have read a checkpoint's headers: the plan must know its size.
+    fn learn(&mut self, name: &ModelName) {
+        let Some(model) = self.models.get(name) else { return };
+        if model.metadata.deletion_timestamp.is_some() {
+            return;
+        }
+        let facts = convert::model_facts(model, self.resolved(name, model).as_ref());
+        let known = self.view.model(name).and_then(|entry| entry.facts.as_ref());
+        if known.is_none_or(|known| known.size != facts.size || known.digest != facts.digest) {
+            self.view.put_model(name, facts);
+        }
+    }
+
+    fn forget_replica(&mut self, model: &ModelName, node: &NodeName) {
+        self.replicas.remove(&(model.clone(), node.clone()));
+        self.view.remove_replica(model, node);
+    }
+
+    /// We deleted it.
+    pub(crate) fn withdrew(&mut self, model: &ModelName, node: &NodeName) {
+        if let Some(uid) = self.replica(model, node).and_then(|replica| replica.metadata.uid.clone()) {
+            self.withdrawn.insert(uid);
+        }
+        self.forget_replica(model, node);
+    }
+
+    pub(crate) fn on_nodes(&mut self, told: Reflected<ModelNode>, now: Timestamp) -> Touched {
+        match told {
+            Reflected::Restarted(nodes) => {
+                self.listed.nodes = true;
+                let there: HashSet<NodeName> = nodes.iter().filter_map(node_name).collect();
+                let gone: Vec<NodeName> =
+                    self.nodes.keys().filter(|name| !there.contains(*name)).cloned().collect();
+                let mut touched: Touched = gone.iter().flat_map(|name| self.forget_node(name)).collect();
+                for node in nodes {
+                    touched.extend(self.put_node(node, now));
+                }
+                touched
+            }
+            Reflected::Applied(node) => self.put_node(node, now),
+            Reflected::Deleted(node) => {
+                node_name(&node).map(|name| self.forget_node(&name)).unwrap_or_default()
+            }
+        }
+    }
+
+    fn put_node(&mut self, node: ModelNode, now: Timestamp) -> Touched {
+        let Some(name) = node_name(&node) else { return Touched::new() };
+        let alive = self.life.is_alive(&name, &node, now);
+        let facts = convert::node_facts(&node, alive);
+        let before = self.view.node_named(&name).and_then(|entry| entry.facts.as_ref());
+        let changed = before.is_none_or(|before| {
+            before.state != facts.state
+                || before.capacity() != facts.capacity()
+                || before.residents != facts.residents
+                || before.labels != facts.labels
+        });
+        self.view.put_node(&name, facts);
+        self.nodes.insert(name.clone(), node);
+        // What only changes estimates is looked at when the next decision is due.
+        if changed { self.view.models_on(&name).cloned().collect() } else { Touched::new() }
+    }
+
+    fn forget_node(&mut self, name: &NodeName) -> Touched {
+        let touched = self.view.models_on(name).cloned().collect();
+        self.nodes.remove(name);
+        self.life.forget(name);
+        self.view.remove_node(name);
+        touched
+    }
+
+    pub(crate) fn on_leases(&mut self, told: Reflected<Lease>, now: Timestamp) -> Touched {
+        let leases = match told {
+            Reflected::Restarted(leases) => {
+                self.listed.leases = true;
+                leases
+            }
+            Reflected::Applied(lease) => vec![lease],
+            // An agent that ends well takes its lease away or lets it run out; both end the same way.
+            Reflected::Deleted(_) => Vec::new(),
+        };
+        let renewed: Vec<NodeName> =
+            leases.iter().filter_map(|lease| self.life.renewed(lease, now)).collect();
+        renewed.into_iter().flat_map(|name| self.look_at(&name, now)).collect()
+    }
+
+    /// When the next node counts as lost unless it is heard of.
+    pub(crate) fn life_due(&self) -> Option<Timestamp> {
+        self.life.due()
+    }
+
+    /// Looks which nodes were not heard of for too long.
+    pub(crate) fn look_at_lives(&mut self, now: Timestamp) -> Touched {
+        let late = self.life.late(now);
+        late.into_iter().flat_map(|name| self.look_at(&name, now)).collect()
+    }
+
+    /// A node may have come to life or have been lost.
+    fn look_at(&mut self, name: &NodeName, now: Timestamp) -> Touched {
+        let Some(node) = self.nodes.get(name) else { return Touched::new() };
+        let alive = self.life.is_alive(name, node, now);
+        let facts = convert::node_facts(node, alive);
+        let before = self.view.node_named(name).map(pilotlight_domain::view::NodeEntry::state);
+        if before == Some(facts.state) {
+            return Touched::new();
+        }
+        if alive {
+            tracing::info!(node = %name, "node is back");
+        } else {
+            tracing::warn!(node = %name, "node is not heard of any more; its replicas do not count");
+        }
+        self.view.set_node_state(name, facts.state);
+        self.view.models_on(name).cloned().collect()
+    }
+}
+
+fn node_name(node: &ModelNode) -> Option<NodeName> {
+    node.metadata.name.as_deref()?.parse().ok()
+}

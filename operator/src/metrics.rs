@@ -1,0 +1,146 @@
+//! The operator's metrics, `pilotlight_operator_*`, registered once.
+//!
+//! Labels are closed lists, or models: those are bounded by 1,000, the rest is summed up as `other`.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use pilotlight_api::{ModelPhase, ModelStatus};
+use pilotlight_domain::ModelName;
+use pilotlight_domain::Tier;
+use pilotlight_store::StoreError;
+use prometheus::{
+    Gauge, GaugeVec, Histogram, HistogramOpts, IntCounterVec, Opts, Registry, exponential_buckets,
+};
+
+const MODELS_MAX: usize = 1000;
+
+/// See the module.
+#[derive(Clone, Debug)]
+pub(crate) struct Metrics {
+    pub(crate) reconcile: Histogram,
+    pub(crate) plan: Histogram,
+    pub(crate) wake: Histogram,
+    pub(crate) leader: Gauge,
+    errors: IntCounterVec,
+    placements: IntCounterVec,
+    phase: GaugeVec,
+    replicas: GaugeVec,
+}
+
+/// What the gauges last said of each model, so that they can be taken back.
+#[derive(Debug, Default)]
+pub(crate) struct Shown {
+    models: BTreeMap<ModelName, (String, [String; 2])>,
+    other: BTreeSet<ModelName>,
+}
+
+impl Metrics {
+    pub(crate) fn new(registry: &Registry) -> Result<Metrics, prometheus::Error> {
+        let histogram = |name: &str, help: &str, start: f64, count: usize| {
+            let opts = HistogramOpts::new(format!("pilotlight_operator_{name}"), help);
+            let histogram = Histogram::with_opts(opts.buckets(exponential_buckets(start, 2.0, count)?))?;
+            registry.register(Box::new(histogram.clone()))?;
+            Ok::<_, prometheus::Error>(histogram)
+        };
+        let counter = |name: &str, help: &str, labels: &[&str]| {
+            let counter = IntCounterVec::new(Opts::new(format!("pilotlight_operator_{name}"), help), labels)?;
+            registry.register(Box::new(counter.clone()))?;
+            Ok::<_, prometheus::Error>(counter)
+        };
+        let gauges = |name: &str, help: &str, labels: &[&str]| {
+            let gauges = GaugeVec::new(Opts::new(format!("pilotlight_operator_{name}"), help), labels)?;
+            registry.register(Box::new(gauges.clone()))?;
+            Ok::<_, prometheus::Error>(gauges)
+        };
+        let leader = Gauge::new("pilotlight_operator_leader", "1 while this operator leads.")?;
+        registry.register(Box::new(leader.clone()))?;
+        Ok(Metrics {
+            // 0.25 ms to 4 s.
+            reconcile: histogram(
+                "reconcile_seconds",
+                "From taking up work to its last write.",
+                0.000_25,
+                15,
+            )?,
+            plan: histogram("plan_seconds", "Time of one plan.", 0.000_01, 16)?,
+            wake: histogram("wake_seconds", "From a wake's arrival to its written order.", 0.000_25, 15)?,
+            leader,
+            errors: counter("reconcile_errors_total", "Writes that failed.", &["reason"])?,
+            placements: counter(
+                "placements_total",
+                "Replicas ordered to serve, by where they were found.",
+                &["tier"],
+            )?,
+            phase: gauges(
+                "model_phase",
+                "1 for the phase that a model is in.",
+                &["model", "namespace", "phase"],
+            )?,
+            replicas: gauges("model_replicas", "Replicas of a model.", &["model", "namespace", "kind"])?,
+        })
+    }
+
+    pub(crate) fn error(&self, error: &StoreError) {
+        let reason = match error {
+            StoreError::NotFound { .. } => "not_found",
+            StoreError::AlreadyExists { .. } | StoreError::Conflict { .. } => "conflict",
+            StoreError::Invalid { .. } | StoreError::BadRequest { .. } => "invalid",
+            StoreError::Gone { .. } => "gone",
+            StoreError::Forbidden { .. } => "forbidden",
+            StoreError::Timeout { .. } => "timeout",
+            StoreError::Unavailable { .. } => "unavailable",
+            StoreError::Decode { .. } => "decode",
+        };
+        self.errors.with_label_values(&[reason]).inc();
+    }
+
+    pub(crate) fn placement(&self, from: Tier) {
+        self.placements.with_label_values(&[from.as_str()]).inc();
+    }
+
+    /// Shows a model's phase and counts; `None` when it is gone.
+    pub(crate) fn model(&self, shown: &mut Shown, name: &ModelName, status: Option<&ModelStatus>) {
+        if let Some((phase, [model, namespace])) = shown.models.remove(name) {
+            let _not_there = self.phase.remove_label_values(&[&model, &namespace, &phase]);
+            for kind in ["desired", "ready", "ordered"] {
+                let _not_there = self.replicas.remove_label_values(&[&model, &namespace, kind]);
+            }
+        }
+        shown.other.remove(name);
+        if let Some(status) = status {
+            if shown.models.len() < MODELS_MAX {
+                let labels = [name.name.clone(), name.namespace.clone()];
+                let phase = phase_name(status.phase);
+                self.phase.with_label_values(&[labels[0].as_str(), labels[1].as_str(), phase]).set(1.0);
+                for (kind, count) in [
+                    ("desired", status.desired_replicas),
+                    ("ready", status.ready_replicas),
+                    ("ordered", status.replicas),
+                ] {
+                    let labels = [labels[0].as_str(), labels[1].as_str(), kind];
+                    self.replicas.with_label_values(&labels).set(f64::from(count));
+                }
+                shown.models.insert(name.clone(), (phase.into(), labels));
+            } else {
+                shown.other.insert(name.clone());
+            }
+        }
+        self.phase.with_label_values(&["other", "other", "any"]).set(shown.other.len() as f64);
+    }
+}
+
+const fn phase_name(phase: ModelPhase) -> &'static str {
+    match phase {
+        ModelPhase::Pending => "Pending",
+        ModelPhase::Resolving => "Resolving",
+        ModelPhase::Caching => "Caching",
+        ModelPhase::Idle => "Idle",
+        ModelPhase::Warming => "Warming",
+        ModelPhase::ServingOnCpu => "ServingOnCpu",
+        ModelPhase::Ready => "Ready",
+        ModelPhase::Degraded => "Degraded",
+        ModelPhase::Suspended => "Suspended",
+        ModelPhase::Failed => "Failed",
+        ModelPhase::Terminating => "Terminating",
+    }
+}
