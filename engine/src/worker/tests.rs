@@ -305,6 +305,24 @@ fn unloading_ends_sessions_and_gives_the_chunks_back() {
 }
 
 #[test]
+fn an_agent_that_does_not_read_is_still_obeyed() {
+    let folder = speaking_checkpoint(1);
+    let mut agent = Agent::start();
+    agent.load(1, folder.path(), 4);
+    let endless = Sampling { ignore_eos: true, ..Sampling::default() };
+    // Together they have some 7,000 tokens to say: more than socket and exchange hold.
+    (0..40).for_each(|key| agent.open(key, 1, spec(Input::Tokens(vec![3 + key as u32; 5]), endless.clone())));
+    (0..20).for_each(|key| agent.send(&ToWorker::Cancel { session: SessionKey(key) }));
+    agent.unload(1);
+    for (key, said) in &agent.log.0 {
+        let cancelled = key.0 < 20;
+        assert!(said.last.is_some() || cancelled, "{key:?} has no end");
+    }
+    assert_eq!(agent.log.0.keys().filter(|key| key.0 >= 20).count(), 20);
+    agent.leave().unwrap();
+}
+
+#[test]
 fn what_cannot_be_loaded_is_said_with_its_cause() {
     let folder = speaking_checkpoint(1);
     let check = |damage: &dyn Fn(&Path), kv_chunks: u32, expected: &str| {
