@@ -1,6 +1,6 @@
 //! Frames on the socket between an agent and a worker: four bytes of length (little endian), then that much JSON.
 //!
-//! The worker reads and writes with the blocking [`FrameReader`] and [`write`]. The agent, which has a runtime of its
+//! The worker reads and writes with the blocking [`FrameReader`] and [`write()`]. The agent, which has a runtime of its
 //! own, uses the pure [`encode`] and [`Decoder`], and [`send_hello`] once, for the pool's descriptor.
 //!
 //! Invariants: a frame is at most [`FRAME_BYTES_MAX`]; memory is taken for bytes that came, never for bytes that a
