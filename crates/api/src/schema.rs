@@ -240,7 +240,7 @@ fn shown(value: &Value) -> String {
 mod tests {
     use super::*;
 
-    fn model(spec: Value) -> Value {
+    fn model(spec: &Value) -> Value {
         json!({ "apiVersion": "pilotlight.dev/v1alpha1", "kind": "Model", "metadata": { "name": "a" }, "spec": spec })
     }
 
@@ -251,7 +251,7 @@ mod tests {
 
     #[test]
     fn a_name_and_a_source_are_enough() {
-        check(&model(json!({ "source": { "uri": "file:///m" } })), &[]);
+        check(&model(&json!({ "source": { "uri": "file:///m" } })), &[]);
         check(
             &model(
                 json!({ "source": { "uri": "file:///m" }, "replicas": null, "scaling": { "target": null } }),
@@ -263,7 +263,7 @@ mod tests {
     #[test]
     fn every_mistake_is_told_with_its_path() {
         check(
-            &model(json!({
+            &model(&json!({
                 "source": { "ur": "file:///m", "include": ["*.json", 3] },
                 "scaling": { "min_replica": 1, "maxReplicas": "3", "metric": "Luck" },
                 "resources": { "placement": { "nodeSelector": { "zone": 1 } } },
@@ -292,7 +292,7 @@ mod tests {
 
     #[test]
     fn metadata_is_strict_and_a_status_is_not() {
-        let mut object = model(json!({ "source": { "uri": "file:///m" } }));
+        let mut object = model(&json!({ "source": { "uri": "file:///m" } }));
         object["status"] = json!({ "phase": "Idle", "invented": 1 });
         check(&object, &[]);
         object["status"]["phase"] = json!("Sleeping");
@@ -306,14 +306,14 @@ mod tests {
     #[test]
     fn what_serde_refuses_is_refused_here_first() {
         let deep = (0..200).fold(json!({}), |inner, _| json!({ "a": inner }));
-        assert!(!mistakes("Model", &model(deep)).is_empty());
+        assert!(!mistakes("Model", &model(&deep)).is_empty());
         for spec in [
             json!({ "source": { "uri": 1 } }),
             json!({ "source": { "uri": "hf://a" }, "tasks": ["Sing"] }),
             json!({ "source": { "uri": "hf://a" }, "coldStart": { "cpu": { "mode": true } } }),
             json!({ "source": { "uri": "hf://a" }, "replicas": 1.5 }),
         ] {
-            let object = model(spec);
+            let object = model(&spec);
             assert!(serde_json::from_value::<Model>(object.clone()).is_err(), "{object}");
             assert!(!mistakes("Model", &object).is_empty(), "{object}");
         }

@@ -1,16 +1,25 @@
 //! The embedded store's disk: the only file that names sled.
 //!
-//! One record per object, and three about the store itself, written in one atomic batch with the objects:
-//! - `!format`: so that an older program refuses a newer store;
-//! - `!ceiling`: no version above it was given out. It is on disk before the first version under it is, and a store
-//!   starts at it, so that a version is never given out twice even if the last writes were lost with the power;
-//! - `!count`: how many objects there are, so that a loss would be noticed.
+//! ```text
+//!   lock         held while the store is open; names the process
+//!   objects/     sled's: one record per object, and some about the store, in one atomic batch with the objects
+//!   flushed      the last version known to be on disk; written after each flush, without a flush of its own
+//!   objects.old/ what was there before this opening; only while it is being read, or after it was refused
+//! ```
 //!
-//! It deliberately does **not** repair: a damaged store is left as it is, and named.
+//! The records about the store:
+//! - `!format`: so that an older program refuses a newer store;
+//! - `!ceiling`: no version above it was given out. It is on disk before the first version under it is given out, and
+//!   a store starts at it, so that a version is never given out twice even if the last writes were lost with the power;
+//! - `!version` and `!count`: the last mutation, and how many objects there are.
+//!
+//! sled drops what it cannot read and goes on without it. That is noticed here: a store that is behind `flushed`, or
+//! whose count is wrong, is damaged. It is then put back as it was found, and named. Nothing is repaired.
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, Read as _, Seek as _, Write as _};
+use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -82,6 +91,8 @@ pub(super) struct Disk {
     count: u64,
     /// Something was written since the last flush.
     dirty: bool,
+    version: u64,
+    flushed: File,
     /// Held while the store is open; declared last, so that it is let go last.
     _lock: File,
 }
@@ -99,9 +110,38 @@ impl Disk {
         let io = |source| OpenError::Io { dir: dir.into(), source };
         std::fs::create_dir_all(dir).map_err(io)?;
         let lock = lock(dir)?;
+        let part = |name: &str| dir.join(name);
+        let (objects, old) = (part("objects"), part("objects.old"));
+        restore(&objects, &old).map_err(io)?;
+        if objects.exists() {
+            copy(&objects, &part("objects.new")).map_err(io)?;
+            std::fs::rename(part("objects.new"), &old).map_err(io)?;
+        }
+        // The lock is held by both until one of them is done.
+        let held = lock.try_clone().map_err(io)?;
+        let opened = Self::open_objects(dir, &objects, seed, held);
+        match &opened {
+            Ok(_) if old.exists() => {
+                // Renamed first: a copy that is only half gone must not be put back.
+                remove(&part("objects.done")).map_err(io)?;
+                std::fs::rename(&old, part("objects.done")).map_err(io)?;
+                remove(&part("objects.done")).map_err(io)?;
+            }
+            Ok(_) => {}
+            Err(_) => restore(&objects, &old).map_err(io)?,
+        }
+        opened
+    }
+
+    fn open_objects(dir: &Path, objects: &Path, seed: u64, lock: File) -> Result<(Disk, Loaded), OpenError> {
+        let io = |source| OpenError::Io { dir: dir.into(), source };
         let damaged = |message: String| OpenError::Damaged { dir: dir.into(), message };
+        let path = dir.join("flushed");
+        let mut flushed =
+            OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path).map_err(io)?;
+        let least = read_flushed(&mut flushed).map_err(io)?;
         let config = sled::Config::new()
-            .path(dir.join("objects"))
+            .path(objects)
             .cache_capacity(CACHE_BYTES)
             // Flushed by us: at once for what must last, soon for the rest.
             .flush_every_ms(None);
@@ -109,8 +149,10 @@ impl Disk {
             sled::Error::Io(source) if source.kind() != io::ErrorKind::Other => io(source),
             other => damaged(other.to_string()),
         })?;
-        let mut disk = Disk { db, dir: dir.into(), ceiling: 0, count: 0, dirty: false, _lock: lock };
-        let loaded = disk.load(seed).map_err(|problem| match problem {
+        let dir_path = dir.to_path_buf();
+        let mut disk =
+            Disk { db, dir: dir_path, ceiling: 0, count: 0, dirty: false, version: 0, flushed, _lock: lock };
+        let loaded = disk.load(seed, least).map_err(|problem| match problem {
             Problem::TooNew(found) => OpenError::TooNew { dir: dir.into(), found },
             Problem::Damaged(message) => damaged(message),
         })?;
@@ -118,7 +160,8 @@ impl Disk {
         Ok((disk, loaded))
     }
 
-    fn load(&mut self, seed: u64) -> Result<Loaded, Problem> {
+    /// `least` is a version that is known to have been on disk.
+    fn load(&mut self, seed: u64, least: u64) -> Result<Loaded, Problem> {
         let mut objects = BTreeMap::new();
         let (mut format, mut ceiling, mut count) = (None, None, None);
         for record in self.db.iter() {
@@ -130,6 +173,7 @@ impl Disk {
                 b"!format" => format = Some(number()?),
                 b"!ceiling" => ceiling = Some(number()?),
                 b"!count" => count = Some(number()?),
+                b"!version" => self.version = number()?,
                 key => {
                     let key = key_from(key).ok_or_else(unreadable)?;
                     let object: Value = serde_json::from_slice(&bytes).map_err(|_| unreadable())?;
@@ -138,7 +182,7 @@ impl Disk {
             }
         }
         match format {
-            None if objects.is_empty() => {}
+            None if objects.is_empty() && least == 0 => {}
             None => return Err(Problem::Damaged("its format record is missing".into())),
             Some(found) if found > FORMAT => return Err(Problem::TooNew(found)),
             Some(_) => {}
@@ -146,6 +190,10 @@ impl Disk {
         let found = objects.len() as u64;
         if count.is_some_and(|count| count != found) {
             let message = format!("it holds {found} objects, but should hold {}", count.unwrap_or(0));
+            return Err(Problem::Damaged(message));
+        }
+        if self.version < least {
+            let message = format!("it ends at version {}, but should end at {least} or later", self.version);
             return Err(Problem::Damaged(message));
         }
         self.count = found;
@@ -169,8 +217,9 @@ impl Disk {
             }
         }
         batch.insert(b"!count", &count.to_be_bytes());
+        batch.insert(b"!version", &last.version.to_be_bytes());
         self.db.apply_batch(batch)?;
-        self.count = count;
+        (self.count, self.version) = (count, last.version);
         self.dirty = true;
         if mutations.iter().any(|mutation| mutation.durable) { self.flush() } else { Ok(()) }
     }
@@ -192,6 +241,9 @@ impl Disk {
         if self.dirty {
             self.db.flush()?;
             self.dirty = false;
+            let version = self.version.to_be_bytes();
+            let twice: Vec<u8> = version.iter().copied().chain(version.iter().map(|byte| !byte)).collect();
+            self.flushed.write_all_at(&twice, 0)?;
         }
         Ok(())
     }
@@ -203,6 +255,47 @@ impl Disk {
     pub(super) fn dir(&self) -> &Path {
         &self.dir
     }
+}
+
+/// The version in `flushed`; 0 if it is new or was not written whole.
+fn read_flushed(file: &mut File) -> io::Result<u64> {
+    let mut bytes = Vec::new();
+    file.take(16).read_to_end(&mut bytes)?;
+    let half = |from: usize| bytes.get(from..from + 8).and_then(|half| <[u8; 8]>::try_from(half).ok());
+    Ok(match (half(0).map(u64::from_be_bytes), half(8).map(u64::from_be_bytes)) {
+        (Some(version), Some(again)) if version == !again => version,
+        _ => 0,
+    })
+}
+
+/// Puts back what an opening that was refused, or cut off, found.
+fn restore(objects: &Path, old: &Path) -> io::Result<()> {
+    if !old.exists() {
+        return Ok(());
+    }
+    remove(objects)?;
+    std::fs::rename(old, objects)
+}
+
+fn remove(dir: &Path) -> io::Result<()> {
+    if dir.exists() { std::fs::remove_dir_all(dir) } else { Ok(()) }
+}
+
+/// Some MiB: the store's log is compacted by sled. On disk when it returns, so that what is put back is whole.
+fn copy(from: &Path, to: &Path) -> io::Result<()> {
+    remove(to)?;
+    std::fs::create_dir(to)?;
+    for entry in std::fs::read_dir(from)? {
+        let entry = entry?;
+        let target = to.join(entry.file_name());
+        if entry.file_type()?.is_dir() {
+            copy(&entry.path(), &target)?;
+        } else {
+            std::fs::copy(entry.path(), &target)?;
+            File::open(&target)?.sync_all()?;
+        }
+    }
+    File::open(to)?.sync_all()
 }
 
 enum Problem {
@@ -240,4 +333,12 @@ fn key_from(bytes: &[u8]) -> Option<ObjectRef> {
     let (plural, namespace, name) = (parts.next()?, parts.next()?, parts.next()?);
     let kind = Kind::ALL.into_iter().find(|kind| kind.plural() == plural)?;
     Some(ObjectRef::new(kind, namespace, name))
+}
+
+/// A store of another format, for tests.
+#[cfg(test)]
+pub(super) fn write_format(dir: &Path, format: u64) {
+    let db = sled::open(dir.join("objects")).unwrap();
+    db.insert("!format", &format.to_be_bytes()).unwrap();
+    db.flush().unwrap();
 }

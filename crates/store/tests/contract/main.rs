@@ -1,6 +1,8 @@
 //! What every store promises, tried on each adapter: the embedded store itself, and the remote one over the embedded
 //! store's HTTP face.
 
+#![expect(clippy::unwrap_used, reason = "a failed test is what they are for")]
+
 mod objects;
 mod ownership;
 mod watches;
