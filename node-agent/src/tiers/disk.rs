@@ -342,6 +342,3 @@ pub(crate) fn folder_bytes(folder: &Path) -> io::Result<ByteCount> {
     }
     Ok(ByteCount::new(bytes))
 }
-
-#[cfg(test)]
-mod tests;

@@ -1,0 +1,238 @@
+//! A worker that is a thread: it speaks the protocol, maps the pool, compares what it maps with the files on disk, and
+//! makes up tokens.
+
+use std::collections::HashMap;
+use std::io;
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
+
+use futures::FutureExt as _;
+use pilotlight_domain::ByteCount;
+use pilotlight_domain::session::{FinishReason, Sampling, SessionEvent, Usage};
+use pilotlight_engine::frame::{self, FrameReader};
+use pilotlight_engine::protocol::{FileChunks, FromWorker, ModelKey, ToWorker};
+use pilotlight_loader::mapping::{FileMap, PoolMap};
+use tokio_util::sync::CancellationToken;
+
+use crate::workers::Launch;
+use crate::workers::launch::Running;
+
+/// What all lives of a device's fake share.
+#[derive(Default)]
+pub(super) struct FakeWorker {
+    /// What happened, one word each: `load`, `ready`, `unload`, `cancel`, `start`.
+    log: Mutex<Vec<&'static str>>,
+    changed: tokio::sync::Notify,
+    life: Mutex<Option<CancellationToken>>,
+    /// Die instead of saying Ready.
+    pub(super) dies_loading: AtomicBool,
+    /// Answer `LoadFailed`.
+    pub(super) refuses: AtomicBool,
+    /// Ask for so many chunks for KV pages when a session starts.
+    pub(super) wants_kv: AtomicU32,
+    /// Chunks for KV pages granted after the load.
+    pub(super) granted: AtomicU32,
+}
+
+impl FakeWorker {
+    pub(super) fn count(&self, what: &str) -> usize {
+        self.log.lock().unwrap().iter().filter(|word| **word == what).count()
+    }
+
+    /// Waits until something happened so many times.
+    pub(super) async fn seen(&self, what: &str, times: usize) {
+        let waiting = async {
+            loop {
+                let changed = self.changed.notified();
+                tokio::pin!(changed);
+                changed.as_mut().enable();
+                if self.count(what) >= times {
+                    return;
+                }
+                changed.await;
+            }
+        };
+        let seen = tokio::time::timeout(super::world::PATIENCE, waiting).await;
+        assert!(seen.is_ok(), "`{what}` {times} times; log: {:?}", self.log.lock().unwrap());
+    }
+
+    /// As `kill -9` does.
+    pub(super) fn kill(&self) {
+        self.life.lock().unwrap().take().expect("it lives").cancel();
+    }
+
+    fn note(&self, what: &'static str) {
+        self.log.lock().unwrap().push(what);
+        self.changed.notify_waiters();
+    }
+
+    fn run(&self, socket: UnixStream) {
+        let writer = socket.try_clone().unwrap();
+        let mut reader = FrameReader::new(socket);
+        let Ok(Some((ToWorker::Hello { chunk_bytes, chunks }, fd))) = reader.read_with_descriptor() else {
+            return;
+        };
+        let pool = PoolMap::from_fd(fd, chunk_bytes, chunks).unwrap();
+        let hello = FromWorker::Hello {
+            device: "cpu".into(),
+            product: "fake".into(),
+            numerics: "fake-1".into(),
+            threads: 1,
+        };
+        if frame::write(&writer, &hello).is_err() {
+            return;
+        }
+        let mut models = HashMap::new();
+        while let Ok(Some(message)) = reader.read::<ToWorker>() {
+            for answer in self.answer(message, &pool, &mut models) {
+                if frame::write(&writer, &answer).is_err() {
+                    return;
+                }
+            }
+            if self.dies_loading.load(Ordering::SeqCst) && models.values().any(|m: &Loaded| m.ready) {
+                return;
+            }
+        }
+    }
+
+    fn answer(
+        &self,
+        message: ToWorker,
+        pool: &PoolMap,
+        models: &mut HashMap<ModelKey, Loaded>,
+    ) -> Vec<FromWorker> {
+        match message {
+            ToWorker::Hello { .. } => Vec::new(),
+            ToWorker::Load { model, folder, files, kv_chunks, .. } => {
+                self.note("load");
+                assert!(!kv_chunks.is_empty(), "a model needs KV pages");
+                if self.refuses.load(Ordering::SeqCst) {
+                    return vec![FromWorker::LoadFailed {
+                        model,
+                        message: "unsupported architecture Foo".into(),
+                    }];
+                }
+                pool.map_writable(&kv_chunks).unwrap().fill(0xee);
+                models.insert(model, Loaded { folder, files, kv_chunks, maps: Vec::new(), ready: false });
+                Vec::new()
+            }
+            ToWorker::Resident { model, chunks } => {
+                let loaded = models.get_mut(&model).unwrap();
+                let total: usize = loaded.files.iter().map(|f| f.chunks.len()).sum();
+                if (chunks as usize) < total || loaded.ready {
+                    return Vec::new();
+                }
+                loaded.check(pool);
+                if self.dies_loading.load(Ordering::SeqCst) {
+                    return Vec::new();
+                }
+                self.note("ready");
+                let kv_bytes_per_token = ByteCount::new(64);
+                vec![FromWorker::Ready { model, context_tokens: 128, slots: 4, kv_bytes_per_token }]
+            }
+            ToWorker::GrantKv { chunks, .. } => {
+                self.granted.fetch_add(u32::try_from(chunks.len()).unwrap(), Ordering::SeqCst);
+                self.note("grant");
+                Vec::new()
+            }
+            ToWorker::Unload { model } => {
+                // Until now everything must still be there.
+                let mut loaded = models.remove(&model).unwrap();
+                if loaded.ready {
+                    loaded.check(pool);
+                }
+                self.note("unload");
+                vec![FromWorker::Unloaded { model }]
+            }
+            ToWorker::Start { session, model, spec } => {
+                self.note("start");
+                assert!(models[&model].ready, "a session before Ready");
+                let mut answers: Vec<FromWorker> = tokens(&spec.sampling)
+                    .into_iter()
+                    .map(|event| FromWorker::Event { session, event })
+                    .collect();
+                let wanted = self.wants_kv.swap(0, Ordering::SeqCst);
+                if wanted > 0 {
+                    answers.insert(0, FromWorker::KvWanted { model, chunks: wanted });
+                }
+                answers
+            }
+            ToWorker::Cancel { .. } => {
+                self.note("cancel");
+                Vec::new()
+            }
+        }
+    }
+}
+
+/// With `max_tokens` so many and an end; without, one token and silence.
+fn tokens(sampling: &Sampling) -> Vec<SessionEvent> {
+    let accepted = SessionEvent::Accepted {
+        prompt_ids: vec![1, 2],
+        device: "cpu".into(),
+        numerics: "fake-1".into(),
+        waited: Default::default(),
+    };
+    let token =
+        |index| SessionEvent::Token { epoch: 0, index, id: index, text: format!("t{index}"), logprobs: None };
+    let mut events = vec![accepted];
+    events.extend((0..sampling.max_tokens.unwrap_or(1)).map(token));
+    if sampling.max_tokens.is_some() {
+        events.push(SessionEvent::Done { reason: FinishReason::Length, usage: Usage::default() });
+    }
+    events
+}
+
+struct Loaded {
+    folder: PathBuf,
+    files: Vec<FileChunks>,
+    kv_chunks: Vec<u32>,
+    maps: Vec<FileMap>,
+    ready: bool,
+}
+
+impl Loaded {
+    /// Every byte that may be read is the file's, and the KV chunks are nobody else's.
+    fn check(&mut self, pool: &PoolMap) {
+        self.maps = self.files.iter().map(|f| pool.map_file(&f.chunks, f.bytes).unwrap()).collect();
+        for (file, map) in self.files.iter().zip(&self.maps) {
+            let expect = std::fs::read(self.folder.join(&file.name)).unwrap();
+            assert!(map[..] == expect[..], "{} in the pool is not the file", file.name);
+        }
+        let kv = pool.map_writable(&self.kv_chunks).unwrap();
+        assert!(kv.iter().all(|&b| b == 0xee), "somebody wrote to KV chunks");
+        self.ready = true;
+    }
+}
+
+/// Starts threads instead of processes.
+pub(super) struct FakeLauncher(pub(super) Arc<FakeWorker>);
+
+impl Launch for FakeLauncher {
+    fn launch(&self, device: &str, socket: UnixStream) -> io::Result<Running> {
+        assert_eq!(device, "cpu");
+        let fake = self.0.clone();
+        let (done, mut ended) = tokio::sync::oneshot::channel::<()>();
+        let kill = CancellationToken::new();
+        *fake.life.lock().unwrap() = Some(kill.clone());
+        let (killed, shut) = (kill.clone(), socket.try_clone()?);
+        std::thread::Builder::new().name("fake-worker".into()).spawn(move || {
+            fake.run(socket);
+            drop(done);
+        })?;
+        let exited = async move {
+            tokio::select! {
+                _thread_is_gone = &mut ended => {}
+                () = killed.cancelled() => {
+                    let _already_shut = shut.shutdown(Shutdown::Both);
+                    let _thread_is_gone = ended.await;
+                }
+            }
+            "fake exit".to_owned()
+        };
+        Ok(Running { pid: 0, kill, exited: exited.boxed() })
+    }
+}

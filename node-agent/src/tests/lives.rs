@@ -1,0 +1,173 @@
+//! Lives and deaths: of workers, of clients, of the agent itself.
+
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use pilotlight_api::{Hold, ModelNode, Reason, ReplicaPhase};
+use pilotlight_store::{Filter, Typed as _};
+
+use super::world::{World, in_time, short};
+
+#[tokio::test]
+async fn a_killed_worker_costs_its_sessions_and_no_reading() {
+    let mut world = World::with_chunks(32).await;
+    let uri = world.model("m");
+    let generation = world.order("m", &uri, Hold::Host).await;
+    world.phase("m", generation, ReplicaPhase::Ready).await;
+    let mut session = world.session("m", None).await;
+    assert_eq!(short(&[session.next().await.unwrap(), session.next().await.unwrap()]), "accepted t0");
+    world.worker.kill();
+    assert_eq!(short(&session.rest().await), "WorkerLost/Elsewhere");
+    world.worker.seen("ready", 2).await;
+    assert_eq!(short(&world.session("m", Some(1)).await.rest().await), "accepted t0 done");
+    let metrics = world.get("/metrics").await;
+    assert!(
+        metrics.contains("pilotlight_agent_load_seconds_count{from=\"disk\",to=\"host\"} 1"),
+        "{metrics}"
+    );
+    assert!(metrics.contains("pilotlight_agent_worker_restarts_total{reason=\"exit\"} 1"), "{metrics}");
+}
+
+#[tokio::test]
+async fn a_model_that_kills_its_worker_fails_and_the_others_go_on() {
+    let mut world = World::with_chunks(32).await;
+    let uri = world.model("m");
+    world.worker.dies_loading.store(true, Ordering::SeqCst);
+    let generation = world.order("m", &uri, Hold::Host).await;
+    let status = world.phase("m", generation, ReplicaPhase::Failed).await;
+    assert_eq!(status.reason, Some(Reason::WorkerCrashed));
+    world.worker.dies_loading.store(false, Ordering::SeqCst);
+    let generation = world.order("other", &uri, Hold::Host).await;
+    world.phase("other", generation, ReplicaPhase::Ready).await;
+}
+
+#[tokio::test]
+async fn a_closed_connection_cancels_its_session() {
+    let mut world = World::with_chunks(32).await;
+    let uri = world.model("m");
+    let generation = world.order("m", &uri, Hold::Host).await;
+    world.phase("m", generation, ReplicaPhase::Ready).await;
+    let mut session = world.session("m", None).await;
+    session.next().await.unwrap();
+    world.node(|n| n.status.as_ref().unwrap().sessions == 1).await;
+    drop(session);
+    world.worker.seen("cancel", 1).await;
+    world.node(|n| n.status.as_ref().unwrap().sessions == 0).await;
+}
+
+#[tokio::test]
+async fn a_drain_waits_for_sessions_until_its_deadline() {
+    let mut world = World::with_chunks(32).await;
+    let uri = world.model("m");
+    let generation = world.order("m", &uri, Hold::Host).await;
+    world.phase("m", generation, ReplicaPhase::Ready).await;
+    let mut session = world.session("m", None).await;
+    session.next().await.unwrap();
+    session.next().await.unwrap();
+    let generation = world
+        .order_with("m", &uri, Hold::Disk, |s| s.drain_deadline = in_time(Duration::from_secs(3600)))
+        .await;
+    world.phase("m", generation, ReplicaPhase::Draining).await;
+    let mut late = world.session("m", Some(1)).await;
+    assert_eq!((late.status, short(&late.rest().await).as_str()), (503, "Draining/Elsewhere"));
+    // Wanted again: it was never unloaded.
+    let generation = world.order("m", &uri, Hold::Host).await;
+    world.phase("m", generation, ReplicaPhase::Ready).await;
+    assert_eq!((world.worker.count("load"), world.worker.count("unload")), (1, 0));
+    // And down for good: what is open is cut at the deadline.
+    let generation =
+        world.order_with("m", &uri, Hold::Disk, |s| s.drain_deadline = in_time(Duration::ZERO)).await;
+    assert_eq!(short(&session.rest().await), "Draining/Elsewhere");
+    world.phase("m", generation, ReplicaPhase::Ready).await;
+    assert_eq!(world.worker.count("unload"), 1);
+}
+
+#[tokio::test]
+async fn a_restart_finds_the_disk_tier_and_its_orders() {
+    let mut world = World::with_chunks(32).await;
+    let uri = world.model("m");
+    let generation = world.order("m", &uri, Hold::Host).await;
+    world.phase("m", generation, ReplicaPhase::Ready).await;
+    world.stop().await;
+    // What a crash left behind, and a source that went away.
+    std::fs::create_dir(world.data("store/.staging.partial-1")).unwrap();
+    std::fs::remove_dir_all(world.dir.path().join("models")).unwrap();
+    world.start();
+    world.worker.seen("ready", 2).await;
+    let status = world.phase("m", generation, ReplicaPhase::Ready).await;
+    assert_eq!(status.path, "disk");
+    assert!(!world.data("store/.staging.partial-1").exists());
+    world.stop().await;
+}
+
+#[tokio::test]
+async fn an_agent_without_its_ledger_finds_the_store_by_scanning() {
+    let mut world = World::with_chunks(32).await;
+    let uri = world.model("m");
+    let generation = world.order("m", &uri, Hold::Disk).await;
+    world.phase("m", generation, ReplicaPhase::Ready).await;
+    world.stop().await;
+    std::fs::remove_dir_all(world.data("ledger")).unwrap();
+    world.start();
+    let node = world
+        .node(|n| n.status.as_ref().is_some_and(|s| s.devices.iter().any(|d| d.worker == "Ready")))
+        .await;
+    let residents = node.status.unwrap().residents;
+    assert_eq!((residents.len(), residents[0].source_uri.as_str()), (1, uri.as_str()));
+    world.stop().await;
+}
+
+#[tokio::test]
+async fn refusals_are_events_with_the_right_status() {
+    let world = World::with_chunks(32).await;
+    let mut unknown = world.session("nobody", Some(1)).await;
+    assert_eq!((unknown.status, short(&unknown.rest().await).as_str()), (404, "UnknownModel/Elsewhere"));
+    for body in ["", "{", "[]", r#"{"id":"r","model":"m"}"#] {
+        let mut bad = world.post(body).await;
+        assert_eq!((bad.status, short(&bad.rest().await).as_str()), (400, "BadRequest/No"), "{body}");
+    }
+    let status = world.get("/v1/status").await;
+    assert!(status.contains("\"tiers\""), "{status}");
+    assert!(world.get("/livez").await.starts_with("HTTP/1.1 200"));
+}
+
+#[tokio::test]
+async fn kv_pages_are_granted_from_what_is_free() {
+    let mut world = World::with_chunks(12).await;
+    let uri = world.model("m");
+    let generation = world.order("m", &uri, Hold::Host).await;
+    world.phase("m", generation, ReplicaPhase::Ready).await;
+    world.worker.wants_kv.store(100, Ordering::SeqCst);
+    world.session("m", Some(1)).await.rest().await;
+    world.worker.seen("grant", 1).await;
+    let granted = world.worker.granted.load(Ordering::SeqCst);
+    assert!((1..=5).contains(&granted), "{granted}");
+    // All of it comes back.
+    let generation = world.order("m", &uri, Hold::Disk).await;
+    world.phase("m", generation, ReplicaPhase::Ready).await;
+    world
+        .node(|n| {
+            let host = &n.status.as_ref().unwrap().tiers[1];
+            host.used_bytes == host.evictable_bytes
+        })
+        .await;
+}
+
+#[tokio::test]
+async fn the_node_tells_what_it_is() {
+    let mut world = World::with_chunks(16).await;
+    world.config().advertise = None;
+    let node = world
+        .node(|n| n.status.as_ref().is_some_and(|s| s.devices.iter().any(|d| d.worker == "Ready")))
+        .await;
+    let status = node.status.unwrap();
+    assert_eq!((status.devices[0].product.as_str(), status.devices[0].numerics.as_str()), ("fake", "fake-1"));
+    assert_eq!(status.tiers.iter().map(|t| t.kind.as_str()).collect::<Vec<_>>(), ["disk", "host"]);
+    assert_eq!(status.tiers[1].capacity_bytes, 16 * super::world::CHUNK);
+    let leases = world.store.list::<k8s_openapi::api::coordination::v1::Lease>(&Filter::all()).await.unwrap();
+    assert_eq!(leases.items.len(), 1);
+    // A stopping agent says so; its object stays.
+    world.stop().await;
+    let left = world.store.get::<ModelNode>("", "node-1").await.unwrap();
+    assert!(left.status.is_some());
+}
