@@ -278,6 +278,8 @@ pub(crate) struct OperatorArgs {
     /// Health and metrics on an address of their own; default: on the same.
     #[arg(long, value_name = "HOST:PORT")]
     pub(crate) admin_listen: Option<String>,
+    #[command(flatten)]
+    pub(crate) settings: pilotlight_operator::Settings,
 }
 
 #[derive(Args)]
@@ -290,9 +292,8 @@ pub(crate) struct RouterArgs {
     /// Health and metrics on an address of their own; default: on the same.
     #[arg(long, value_name = "HOST:PORT")]
     pub(crate) admin_listen: Option<String>,
-    /// The operator that wakes models.
-    #[arg(long, default_value = "http://127.0.0.1:8082", value_name = "URL")]
-    pub(crate) operator: String,
+    #[command(flatten)]
+    pub(crate) settings: pilotlight_router::Settings,
 }
 
 #[derive(Args)]

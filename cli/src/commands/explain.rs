@@ -1,6 +1,7 @@
 //! `pilotlight explain model NAME`: where it would wake, at what cost, why not elsewhere, and what the last cold start cost.
 
-use serde_json::Value;
+use pilotlight_api::explain::Explanation;
+use pilotlight_domain::{ByteCount, Phase};
 
 use crate::args::{ExplainArgs, Kind};
 use crate::failure::Failure;
@@ -18,52 +19,52 @@ pub(crate) async fn run(args: ExplainArgs) -> Result<(), Failure> {
     if args.output.is_document() {
         return args.output.print(&document);
     }
-    print(&for_people(&document))
+    print(&for_people(&serde_json::from_value(document)?))
 }
 
-fn for_people(document: &Value) -> String {
-    let mut text = String::new();
-    let mut table = Table::new(&["NODE", "ESTIMATE", "FROM", "QUEUE", "FETCH", "READ", "WARM", "PREFILL", "CHOSEN", "WHY NOT"]);
-    for candidate in document["candidates"].as_array().into_iter().flatten() {
-        let estimate = &candidate["estimate"];
-        let part = |key: &str| seconds(&estimate[key]);
-        table.row([
-            word(&candidate["node"]),
-            part("total"),
-            word(&estimate["from"]),
-            part("queue"),
-            part("fetch"),
-            part("read"),
-            part("warm"),
-            part("prefill"),
-            if candidate["chosen"] == true { "yes".into() } else { String::new() },
-            word(&candidate["whyNot"]),
-        ]);
+fn for_people(explanation: &Explanation) -> String {
+    let mut text = format!("{} replica(s) wanted: {}\n", explanation.wanted, explanation.why);
+    if !explanation.unplaced.is_empty() {
+        text.push_str(&format!("no node: {}\n", explanation.unplaced));
+    }
+    text.push('\n');
+    let mut table = Table::new(&["NODE", "CHOSEN", "TTFT", "FROM", "ON", "QUEUE", "MOVE", "WARM", "PREFILL", "WHY NOT"]);
+    for candidate in &explanation.candidates {
+        let mut cells = vec![candidate.node.clone(), if candidate.chosen { "yes".into() } else { String::new() }];
+        match &candidate.estimate {
+            None => cells.extend(std::iter::repeat_n(String::new(), 7)),
+            Some(estimate) => {
+                let moved = estimate.tiers.iter().map(|tier| {
+                    format!("{} to {} in {}", ByteCount::new(tier.missing_bytes), tier.tier, seconds(tier.seconds))
+                });
+                cells.extend([
+                    seconds(estimate.total_seconds),
+                    estimate.from.clone(),
+                    estimate.device.clone(),
+                    seconds(estimate.queue_seconds),
+                    moved.collect::<Vec<_>>().join(", "),
+                    seconds(estimate.warm_seconds),
+                    seconds(estimate.prefill_seconds),
+                ]);
+            }
+        }
+        cells.push([candidate.why_not.as_str(), candidate.note.as_str()].join(" ").trim().to_owned());
+        table.row(cells);
     }
     text.push_str(&table.render());
-    let last = &document["lastColdStart"];
-    if let Some(phases) = last["phases"].as_object() {
-        text.push_str(&format!(
-            "\nLast cold start: {} from {}\n",
-            seconds(&last["totalSeconds"]),
-            word(&last["path"])
-        ));
-        for (phase, time) in phases.iter().filter(|(_, time)| time.as_f64().unwrap_or(0.0) > 0.0) {
-            text.push_str(&format!("  {phase:<8} {}\n", seconds(time)));
+    if let Some(last) = &explanation.last_cold_start {
+        text.push_str(&format!("\nlast cold start, from {}: {}\n", last.path, seconds(last.total_seconds)));
+        for phase in Phase::ALL {
+            let time = last.phases.get(phase);
+            if time > 0.0 {
+                text.push_str(&format!("  {:<8} {:>9}\n", phase.as_str(), seconds(time)));
+            }
         }
     }
     text
 }
 
-fn word(value: &Value) -> String {
-    value.as_str().unwrap_or_default().to_owned()
-}
-
 /// Milliseconds below a second.
-pub(crate) fn seconds(value: &Value) -> String {
-    match value.as_f64() {
-        None => String::new(),
-        Some(s) if s < 1.0 => format!("{:.1}ms", s * 1000.0),
-        Some(s) => format!("{s:.2}s"),
-    }
+fn seconds(s: f64) -> String {
+    if s < 1.0 { format!("{:.1}ms", s * 1000.0) } else { format!("{s:.2}s") }
 }

@@ -53,9 +53,10 @@ async fn serve(
 /// Runs the operator alone.
 pub(crate) async fn operator(args: OperatorArgs, stop: Stop) -> Result<(), Failure> {
     let registry = prometheus::Registry::new();
-    let config = pilotlight_operator::Settings::default().check()?;
-    let operator = Operator::new(config, cluster(&args.cluster, "operator").await?, Arc::new(SystemClock), &registry)?;
-    let health = admin::routes(registry, operator.readiness());
+    let config = args.settings.check().map_err(|e| Failure::usage(e.to_string()))?;
+    let store = cluster(&args.cluster, "operator").await?;
+    let operator = Operator::new(store, Arc::new(SystemClock), config, &registry)?;
+    let health = admin::routes(registry, operator.handle().ready());
     let serving = serve(operator.routes(), health, &args.listen, args.admin_listen.as_deref(), stop.clone()).await?;
     operator.run(stop).await;
     Ok(serving.await?)
@@ -64,8 +65,7 @@ pub(crate) async fn operator(args: OperatorArgs, stop: Stop) -> Result<(), Failu
 /// Runs the router alone.
 pub(crate) async fn router(args: RouterArgs, stop: Stop) -> Result<(), Failure> {
     let registry = prometheus::Registry::new();
-    let settings = pilotlight_router::Settings { operator: args.operator, ..Default::default() };
-    let config = settings.check().map_err(|e| Failure::usage(e.to_string()))?;
+    let config = args.settings.check().map_err(|e| Failure::usage(e.to_string()))?;
     let router = Router::new(config, cluster(&args.cluster, "router").await?, Arc::new(SystemClock), &registry)?;
     let health = admin::routes(registry, router.readiness());
     let serving = serve(router.routes(), health, &args.listen, args.admin_listen.as_deref(), stop.clone()).await?;

@@ -145,8 +145,8 @@ fn serve(
     let registry = prometheus::Registry::new();
     let clock = Arc::new(SystemClock);
     let as_manager = |name: &str| -> Arc<dyn ClusterStore> { Arc::new(store.with_manager(name)) };
-    let config = pilotlight_operator::Settings::default().check()?;
-    let operator = Operator::new(config, as_manager("pilotlight-operator"), clock.clone(), &registry)?;
+    let single = pilotlight_operator::Config::single();
+    let operator = Operator::new(as_manager("pilotlight-operator"), clock.clone(), single, &registry)?;
     let settings = pilotlight_router::Settings { operator: url.to_owned(), ..Default::default() };
     let router = Router::new(settings.check()?, as_manager("pilotlight-router"), clock, &registry)?;
     let ready = router.readiness();
@@ -163,8 +163,7 @@ fn serve(
         router.run(stop).await;
         drained.stop();
     });
-    let operating = after.clone();
-    tasks.spawn(async move { operator.run(operating).await });
+    tasks.spawn(operator.run(after.clone()));
     tasks.spawn(http::serve(listener, app, after, DRAIN));
     Ok(ready)
 }
