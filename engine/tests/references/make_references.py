@@ -365,21 +365,35 @@ def make_text():
     print(f"text.json: {len(encode)} encode, {len(decode)} decode, {len(chat)} chat", flush=True)
 
 
+WORDS = [
+    "Good morrow, gentle lady. What news?", "Before we proceed any further, hear me speak.", "Where is my father?",
+    "I will not fight thee, cousin.", "Who are you?", "What is thy name?", "Thou art a villain!", "Speak of love.",
+    "The duke is dead, and all his men are fled.", "How much is two and two?", "Farewell.", "Hark! who knocks?",
+    "Let us go to the market-place.", "Why dost thou weep?", "The night is cold and I am sick at heart.",
+    "My lord, the queen would speak with you.", "Give me thy hand.", "O, what a piece of work is a man!",
+    "Bring me a horse.", "Is it not strange?", "Tell me a story about a king.", "What sayest thou?",
+]
+
+
 def make_demo(steps=32):
     tok, model = AutoTokenizer.from_pretrained(DEMO), load(DEMO, torch.float32)
     low = load(DEMO, torch.bfloat16)
     c = json.loads((DEMO / "config.json").read_text())
     w = load_file(DEMO / "model.safetensors")
+    # of many prompts the one whose continuation is least ambiguous; the completion of full length
+    chats = [tok.apply_chat_template([user(w)], add_generation_prompt=True, return_dict=True)["input_ids"] for w in WORDS]
+    pages = [tok.encode(f"First Citizen:\n{w}\n\n{name}:\n") for w in WORDS for name in ("All", "MENENIUS", "ROMEO")]
     cases = []
-    for name, prompt in (
-        ("chat", tok.apply_chat_template([user("Good morrow, gentle lady. What news?")], add_generation_prompt=True,
-                                         return_dict=True)["input_ids"]),
-        ("completion", tok.encode("First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\n")),
-    ):
-        more, margins, y = greedy(model, prompt, steps)
-        if tok.eos_token_id in more:  # an engine stops there
-            n = more.index(tok.eos_token_id) + 1
-            more, margins = more[:n], margins[:n]
+    for name, prompts in (("chat", chats), ("completion", pages)):
+        best = None
+        for prompt in prompts:
+            more, margins, y = greedy(model, prompt, steps)
+            if tok.eos_token_id in more:  # an engine stops there
+                n = more.index(tok.eos_token_id) + 1
+                more, margins = more[:n], margins[:n]
+            if len(more) >= (12 if name == "chat" else steps) and (best is None or min(margins) > best[0]):
+                best = (min(margins), prompt, more, margins, y)
+        _, prompt, more, margins, y = best
         y = y[: len(prompt) + len(more) - 1]
         ids = prompt + more[:-1]
         error = (independent(c, w, ids) - y.double()).abs().max().item()
