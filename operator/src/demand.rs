@@ -100,7 +100,7 @@ mod tests {
     #[test]
     fn routers_are_summed_and_the_silent_forgotten() {
         let mut book = DemandBook::default();
-        let at = |seconds| Timestamp::from_micros(seconds * 1_000_000);
+        let at = |seconds: u64| Timestamp::from_micros(seconds * 1_000_000);
         book.take(&report("r1", &[("a", 1, 2)]), at(0));
         book.take(&report("r2", &[("a", 3, 0), ("b", 0, 1)]), at(2));
         assert_eq!(book.sum(&model("a")), Sum { in_flight: 4, held: 2 });

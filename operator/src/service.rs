@@ -194,7 +194,8 @@ impl Service {
     /// Until something is due; none: nothing is.
     fn pause(&self) -> Option<Duration> {
         let now = self.clock.now();
-        let heard = [self.book.due(), self.index.life_due()].into_iter().flatten().min().map(|due| due.since(now));
+        let heard =
+            [self.book.due(), self.index.life_due()].into_iter().flatten().min().map(|due| due.since(now));
         if !self.index.is_synced() || !*self.led.borrow() {
             return heard;
         }

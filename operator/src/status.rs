@@ -5,8 +5,9 @@
 mod conditions;
 mod costs;
 
+use pilotlight_api::conditions::ConditionStatus;
 use pilotlight_api::model::{Download, LastFailure, ResidencyStatus, Resolved};
-use pilotlight_api::{Model, ModelPhase, ModelStatus, ReplicaPhase};
+use pilotlight_api::{Condition, ConditionKind, Model, ModelPhase, ModelStatus, ReplicaPhase};
 use pilotlight_domain::plan::Outlook;
 use pilotlight_domain::replica::{Cause, Replica};
 use pilotlight_domain::view::{Device, Hold, ModelEntry, NodeState, Placed, View};
@@ -71,15 +72,24 @@ impl<'a> Facts<'a> {
         })
     }
 
-    fn counts(&self) -> Counts {
+    fn counts(&self, before: &ModelStatus) -> Counts {
+        let known = |condition: &Condition| {
+            condition.kind == ConditionKind::Cached && condition.status == ConditionStatus::True
+        };
+        let was_cached = before.conditions.iter().any(known);
         let mut counts = Counts::default();
         for (node, placed) in self.replicas() {
             counts.staging |= matches!(placed.state, Replica::Staging(_));
             if placed.state.is_under_way() {
                 counts.moving_since = counts.moving_since.max(Some(placed.since));
             }
-            // A copy that is raised stays on the disk.
-            counts.copies += u32::from(placed.is_ready() || self.lies_on(node));
+            // A copy that is raised, or falls back, stays on the disk; a new order is no reason to doubt it.
+            let stands = match placed.state {
+                Replica::Ready | Replica::Draining { .. } | Replica::Loading(_) => true,
+                Replica::Ordered | Replica::Pending => was_cached,
+                Replica::Staging(_) | Replica::Gone | Replica::Failed { .. } => false,
+            };
+            counts.copies += u32::from(stands || self.lies_on(node));
             if !placed.hold.serves() || placed.is_failed() {
                 continue;
             }
@@ -128,7 +138,7 @@ impl<'a> Facts<'a> {
 /// The status that a Model should have now.
 pub(crate) fn status(facts: &Facts<'_>) -> ModelStatus {
     let before = facts.model.status.clone().unwrap_or_default();
-    let counts = facts.counts();
+    let counts = facts.counts(&before);
     let failure = facts.failure();
     let resolved = facts.index.resolved(facts.name, facts.model);
     let phase = phase(facts, &counts, failure.as_ref(), resolved.as_ref());

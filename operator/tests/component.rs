@@ -1,0 +1,264 @@
+//! The operator on the embedded store, with tests in the place of agents and routers.
+
+mod cluster;
+
+use cluster::{Cluster, SOURCE_MISSING};
+use pilotlight_api::conditions::ConditionStatus;
+use pilotlight_api::{ConditionKind, Hold, ModelPhase, Reason, ReplicaPhase};
+
+#[tokio::test]
+async fn life_of_a_model() {
+    let cluster = Cluster::start().await;
+    cluster.node("n1", "2GiB").await;
+    cluster.model("a", |spec| spec.scaling.idle_seconds = 60).await;
+
+    let order = cluster.ordered("a", "n1", Hold::Disk).await;
+    assert_eq!(order.spec.reason, "a copy before any request");
+    assert_eq!(order.metadata.owner_references.as_ref().unwrap()[0].kind, "Model");
+    cluster.phase("a", ModelPhase::Resolving).await;
+    cluster.agent(&order, ReplicaPhase::Staging).await;
+    cluster.agent_ready(&order, "100MB").await;
+    let model = cluster.phase("a", ModelPhase::Idle).await;
+    let status = model.status.unwrap();
+    assert_eq!((status.ready.as_str(), status.residency.warmest.as_str()), ("0/0", "disk"));
+    let ready = status.conditions.iter().find(|c| c.kind == ConditionKind::Ready).unwrap();
+    assert_eq!((ready.status, ready.reason), (ConditionStatus::True, Reason::IdleAtZero));
+
+    // The wake is answered when its order is written.
+    assert_eq!(cluster.demand("a", 0, 2).await, []);
+    let woken = cluster.replica("a", "n1").await;
+    assert_eq!((woken.spec.hold, woken.spec.drain_deadline.clone()), (Hold::Host, None));
+    assert!(woken.spec.reason.starts_with("woken by 2 requests; "), "{}", woken.spec.reason);
+    assert!(woken.spec.order_generation > order.spec.order_generation);
+    assert!((0.0..5.0).contains(&woken.spec.decide_seconds), "{}", woken.spec.decide_seconds);
+    cluster.phase("a", ModelPhase::Warming).await;
+    cluster.agent_ready(&woken, "100MB").await;
+    let model = cluster.phase("a", ModelPhase::Ready).await;
+    assert_eq!(model.status.unwrap().ready, "1/1");
+
+    // A running stream keeps it awake; the idle time begins when the last body ends.
+    cluster.demand("a", 1, 0).await;
+    cluster.pass(70).await;
+    cluster.demand("a", 1, 0).await;
+    cluster.demand("a", 0, 0).await;
+    cluster.pass(59).await;
+    cluster.demand("b", 0, 0).await;
+    assert_eq!(cluster.replica("a", "n1").await.spec.hold, Hold::Host);
+    cluster.pass(2).await;
+    let fallen = cluster.ordered("a", "n1", Hold::Disk).await;
+    assert!(fallen.spec.drain_deadline.is_some());
+    cluster.agent(&fallen, ReplicaPhase::Draining).await;
+    cluster.agent_ready(&fallen, "100MB").await;
+    let model = cluster.phase("a", ModelPhase::Idle).await;
+    let history: Vec<(i32, i32)> =
+        model.status.unwrap().scaling_history.iter().map(|change| (change.from, change.to)).collect();
+    assert_eq!(history, [(0, 1), (1, 0)]);
+    let events = cluster.events("a").await;
+    for reason in ["Resolved", "Cached", "WarmupStarted", "Ready", "IdledToZero"] {
+        assert!(events.iter().any(|event| event == reason), "{reason} in {events:?}");
+    }
+
+    cluster.delete("a").await;
+    cluster.no_replica("a", "n1").await;
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn two_models_take_turns_in_one_small_pool() {
+    let cluster = Cluster::start().await;
+    cluster.node("n1", "1GiB").await;
+    for name in ["a", "b"] {
+        cluster.model(name, |_| {}).await;
+        let order = cluster.ordered(name, "n1", Hold::Disk).await;
+        cluster.agent_ready(&order, "700MiB").await;
+        cluster.phase(name, ModelPhase::Idle).await;
+    }
+    cluster.demand("a", 0, 1).await;
+    cluster.agent_ready(&cluster.ordered("a", "n1", Hold::Host).await, "700MiB").await;
+    cluster.phase("a", ModelPhase::Ready).await;
+
+    // While a is used, b waits, and those who ask are told why.
+    let refused = cluster.demand_all(&[("a", 1, 0), ("b", 0, 1)]).await;
+    assert_eq!((refused.len(), refused[0].retry), (1, true), "{refused:?}");
+    assert!(refused[0].message.starts_with("waits for room: needs 712MiB of host memory"), "{refused:?}");
+    assert_eq!(cluster.replica("b", "n1").await.spec.hold, Hold::Disk);
+
+    assert_eq!(cluster.demand_all(&[("a", 0, 0), ("b", 0, 1)]).await, []);
+    let (a, b) = (cluster.replica("a", "n1").await, cluster.replica("b", "n1").await);
+    assert_eq!((a.spec.hold, b.spec.hold), (Hold::Disk, Hold::Host));
+    assert_eq!(a.spec.reason, "idle; it makes room for default/b");
+    assert!(b.spec.order_generation > a.spec.order_generation, "the agent hears of the room first");
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn a_bad_source_is_told_and_recovers() {
+    let cluster = Cluster::start().await;
+    cluster.node("n1", "2GiB").await;
+    cluster.model("a", |_| {}).await;
+    let order = cluster.ordered("a", "n1", Hold::Disk).await;
+    cluster.agent_failed(&order, Reason::SourceNotFound, SOURCE_MISSING).await;
+    let model = cluster.phase("a", ModelPhase::Failed).await;
+    let status = model.status.unwrap();
+    for kind in [ConditionKind::Ready, ConditionKind::SourceResolved, ConditionKind::Cached] {
+        let condition = status.conditions.iter().find(|c| c.kind == kind).unwrap();
+        assert_eq!(
+            (condition.status, condition.reason),
+            (ConditionStatus::False, Reason::SourceNotFound),
+            "{kind:?}"
+        );
+        assert_eq!(condition.message, SOURCE_MISSING);
+    }
+    assert_eq!(status.last_failure.unwrap().message, SOURCE_MISSING);
+    // Who asks now is told at once.
+    let refused = cluster.demand("a", 0, 1).await;
+    assert_eq!((refused[0].message.as_str(), refused[0].retry), (SOURCE_MISSING, false));
+    cluster.demand("a", 0, 0).await;
+    // It is tried again, and the cause is gone.
+    cluster.pass(2).await;
+    let again = cluster.newer("a", "n1", order.spec.order_generation).await;
+    cluster.agent_ready(&again, "100MB").await;
+    cluster.phase("a", ModelPhase::Idle).await;
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn a_model_that_never_fits_is_refused_with_both_sizes() {
+    let cluster = Cluster::start().await;
+    cluster.node("n1", "1GiB").await;
+    cluster.model("a", |_| {}).await;
+    let order = cluster.ordered("a", "n1", Hold::Disk).await;
+    cluster.agent_ready(&order, "4GiB").await;
+    let model = cluster.condition("a", ConditionKind::Placed, ConditionStatus::False).await;
+    let status = model.status.unwrap();
+    let ready = status.conditions.iter().find(|c| c.kind == ConditionKind::Ready).unwrap();
+    assert_eq!((ready.status, ready.reason), (ConditionStatus::False, Reason::InsufficientMemory));
+    let refused = cluster.demand("a", 0, 1).await;
+    assert!(!refused[0].retry && refused[0].message.contains("needs 4.0GiB of host memory"), "{refused:?}");
+    assert!(refused[0].message.contains("has 1GiB"), "{refused:?}");
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn a_lost_node_is_left_and_a_new_one_taken() {
+    let cluster = Cluster::start().await;
+    cluster.node("n1", "2GiB").await;
+    cluster.lease("n1").await;
+    cluster.model("a", |_| {}).await;
+    let order = cluster.ordered("a", "n1", Hold::Disk).await;
+    cluster.agent_ready(&order, "100MB").await;
+    cluster.demand("a", 0, 1).await;
+    cluster.agent_ready(&cluster.ordered("a", "n1", Hold::Host).await, "100MB").await;
+    cluster.phase("a", ModelPhase::Ready).await;
+    cluster.node("n2", "2GiB").await;
+    cluster.pass(11).await;
+    cluster.demand("a", 0, 1).await;
+    cluster.ordered("a", "n1", Hold::Disk).await;
+    let elsewhere = cluster.ordered("a", "n2", Hold::Host).await;
+    cluster.phase("a", ModelPhase::Warming).await;
+    cluster.agent_ready(&elsewhere, "100MB").await;
+    cluster.phase("a", ModelPhase::Ready).await;
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn a_restart_in_the_middle_goes_on() {
+    let mut cluster = Cluster::start().await;
+    cluster.node("n1", "2GiB").await;
+    cluster.model("a", |spec| spec.scaling.idle_seconds = 60).await;
+    let order = cluster.ordered("a", "n1", Hold::Disk).await;
+    cluster.agent_ready(&order, "100MB").await;
+    cluster.phase("a", ModelPhase::Idle).await;
+    cluster.demand("a", 0, 1).await;
+    let woken = cluster.ordered("a", "n1", Hold::Host).await;
+    cluster.restart_operator().await;
+    // Nobody waits any more; the load is finished, then the idle time begins.
+    cluster.agent_ready(&woken, "100MB").await;
+    cluster.phase("a", ModelPhase::Ready).await;
+    assert_eq!(cluster.replica("a", "n1").await.spec, woken.spec, "what stands is not ordered again");
+    cluster.pass(61).await;
+    let fallen = cluster.ordered("a", "n1", Hold::Disk).await;
+    assert!(fallen.spec.order_generation > woken.spec.order_generation);
+    // All orders of the node are gone while nobody looks: generations still grow.
+    cluster.agent_ready(&fallen, "100MB").await;
+    cluster.delete("a").await;
+    cluster.no_replica("a", "n1").await;
+    cluster.restart_operator().await;
+    cluster.pass(1).await;
+    cluster.model("a", |_| {}).await;
+    let anew = cluster.ordered("a", "n1", Hold::Disk).await;
+    assert!(anew.spec.order_generation > fallen.spec.order_generation);
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn explain_says_where_and_why_not() {
+    let cluster = Cluster::start().await;
+    cluster.node("n1", "2GiB").await;
+    cluster.node("n2", "64MiB").await;
+    cluster.model("a", |_| {}).await;
+    let order = cluster.any_order("a").await;
+    cluster.agent_ready(&order, "100MB").await;
+    cluster.phase("a", ModelPhase::Idle).await;
+    let explanation = cluster.explain("a").await.unwrap();
+    assert_eq!(explanation.chosen, ["n1"]);
+    let [first, second] = explanation.candidates.as_slice() else { panic!("{explanation:?}") };
+    assert!(first.chosen && first.estimate.as_ref().unwrap().total_seconds > 0.0);
+    assert!(second.why_not.contains("of host memory, the node has 64MiB"), "{second:?}");
+    assert_eq!(cluster.explain("nobody").await, None);
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn two_operators_do_no_harm() {
+    let cluster = Cluster::start().await;
+    let (second, stop, task) = cluster.another_operator();
+    cluster.node("n1", "2GiB").await;
+    cluster.model("a", |_| {}).await;
+    let order = cluster.ordered("a", "n1", Hold::Disk).await;
+    cluster.agent_ready(&order, "100MB").await;
+    cluster.phase("a", ModelPhase::Idle).await;
+    // Both hear of the demand and both order; the objects are the same and end up the same.
+    cluster.demand("a", 0, 1).await;
+    second.demand(cluster::report(&[("a", 0, 1)])).await.unwrap();
+    let order = cluster.replica("a", "n1").await;
+    assert_eq!(order.spec.hold, Hold::Host);
+    assert_eq!(cluster.replica_count().await, 1);
+    cluster.agent_ready(&order, "100MB").await;
+    cluster.phase("a", ModelPhase::Ready).await;
+    stop.stop();
+    task.await.unwrap();
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn the_http_face_wakes_and_explains() {
+    use http_body_util::BodyExt as _;
+    use tower::ServiceExt as _;
+    let cluster = Cluster::start().await;
+    cluster.node("n1", "2GiB").await;
+    cluster.model("a", |_| {}).await;
+    let order = cluster.ordered("a", "n1", Hold::Disk).await;
+    cluster.agent_ready(&order, "100MB").await;
+    cluster.phase("a", ModelPhase::Idle).await;
+    let ask = async |method: &str, path: &str, body: String| {
+        let request = axum::http::Request::builder().method(method).uri(path);
+        let request =
+            request.header("content-type", "application/json").body(axum::body::Body::from(body)).unwrap();
+        let response = cluster.handle().routes().oneshot(request).await.unwrap();
+        let status = response.status().as_u16();
+        let body = response.into_body().collect().await.unwrap().to_bytes();
+        (status, String::from_utf8(body.to_vec()).unwrap())
+    };
+    let report = serde_json::to_string(&cluster::report(&[("a", 0, 1)])).unwrap();
+    let answer = ask("POST", "/operator/v1/demand", report).await;
+    assert_eq!(answer, (200, r#"{"refused":[]}"#.to_owned()));
+    assert_eq!(cluster.replica("a", "n1").await.spec.hold, Hold::Host);
+    let (status, body) = ask("GET", "/operator/v1/explain/default/a", String::new()).await;
+    let explanation: pilotlight_api::explain::Explanation = serde_json::from_str(&body).unwrap();
+    assert_eq!((status, explanation.chosen), (200, vec!["n1".to_owned()]));
+    assert_eq!(ask("GET", "/operator/v1/explain/default/b", String::new()).await.0, 404);
+    assert_eq!(ask("GET", "/operator/v1/explain/default/B", String::new()).await.0, 400);
+    assert!(matches!(ask("POST", "/operator/v1/demand", "{".into()).await.0, 400 | 422));
+    cluster.stop().await;
+}
