@@ -38,8 +38,8 @@ mod tests;
 
 pub use block::Block;
 use book::{Book, Refused};
-use memory::Memory;
 pub use memory::PageKind;
+use memory::{Haste, Memory};
 
 /// Alignment that every chunk has.
 pub const CHUNK_ALIGN: u64 = 4096;
@@ -149,7 +149,9 @@ impl HostPool {
     pub(crate) fn scratch(chunks: u32, chunk_bytes: ByteCount) -> Result<Arc<HostPool>, PoolError> {
         let bytes = ByteCount::new(chunk_bytes.get().saturating_mul(u64::from(chunks)));
         let pool = Self::build(bytes, chunk_bytes, HugePages::Never)?;
-        if pool.prefault(1, &CancelFlag::new()) > 0 { Err(PoolError::NoPage) } else { Ok(pool) }
+        let all = pool.take(pool.chunks)?;
+        FreeChunk::prefault_all(&all)?;
+        Ok(pool)
     }
 
     fn build(bytes: ByteCount, chunk_bytes: ByteCount, huge: HugePages) -> Result<Arc<HostPool>, PoolError> {
@@ -235,8 +237,8 @@ impl HostPool {
         Ok(taken.into_iter().map(|index| FreeChunk { chunk: self.hold(index) }).collect())
     }
 
-    /// Gives every chunk its pages with `threads` threads (0.15 s per GiB and thread for huge pages). Blocks; says how
-    /// many chunks got none. May run beside loads.
+    /// Gives every chunk its pages with `threads` threads: 0.15 s per GiB and thread, several seconds where memory is
+    /// fragmented and room for huge pages must be made first. Blocks; says how many chunks got none. May run beside loads.
     pub fn prefault(&self, threads: usize, cancel: &CancelFlag) -> u32 {
         let step = self.prefault_step();
         let next = std::sync::atomic::AtomicU32::new(0);
@@ -249,7 +251,7 @@ impl HostPool {
                     return;
                 }
                 let count = step.min(self.chunks - first);
-                if !self.memory.populate(first, count) {
+                if !self.memory.populate(first, count, Haste::Patient) {
                     missing.fetch_add(count, order);
                 }
             }
@@ -271,7 +273,7 @@ impl HostPool {
             for first in (0..chunks).step_by(step as usize) {
                 // A strong hold for one step at a time: the pool goes when its users go.
                 let Some(pool) = pool.upgrade().filter(|_| !cancel.is_cancelled()) else { return };
-                if !pool.memory.populate(first, step.min(chunks - first)) {
+                if !pool.memory.populate(first, step.min(chunks - first), Haste::Patient) {
                     tracing::warn!(first, chunks, "the system has no memory for the rest of the pool now");
                     return;
                 }
@@ -377,7 +379,7 @@ impl FreeChunk {
         }
         let follows = |(i, chunk): &(u32, &FreeChunk)| chunk.chunk.index == start + i;
         let behind = (1..pool.prefault_step()).zip(chunks).take_while(follows).count() as u32;
-        if pool.memory.populate(start, 1 + behind) { Ok(()) } else { Err(PoolError::NoPage) }
+        if pool.memory.populate(start, 1 + behind, Haste::Prompt) { Ok(()) } else { Err(PoolError::NoPage) }
     }
 
     /// Makes sure that all of these have their pages: memory for others to write, which must not fault there.

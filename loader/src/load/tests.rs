@@ -50,7 +50,7 @@ impl World {
         let (plan, options) = (plan.clone(), self.options);
         let open = move |files, register, chunks: &[FreeChunk]| {
             let buffers = Buffers { chunks, register };
-            Ok(Faulty::new(readers::open(options.reader, files, options.depth, &buffers)?, plan))
+            Ok(Faulty::over(readers::open(options.reader, files, options.depth, &buffers)?, plan))
         };
         let handle = Load::start_with(
             &self.pool,

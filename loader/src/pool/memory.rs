@@ -3,14 +3,15 @@
 //! What huge pages buy, measured: direct reads into 4 KiB pages ran at 1.1 GB/s where 2 MiB pages gave 3.8, because a
 //! read into small pages is cut into many segments. So, in order: pages that the system reserved (hugetlb); shared memory
 //! made huge by advice; shared memory collapsed into huge pages range by range (`MADV_COLLAPSE`: one page of each range is
-//! touched, the rest comes as one zeroed huge page, 0.15 s per GiB on one core; works where advice is off, unless the system
-//! says `deny`); small pages.
+//! touched, the rest comes as one zeroed huge page, 0.15 s per GiB on one core, more where memory is fragmented; works where
+//! advice is off, unless the system says `deny`); small pages.
 
 use std::fs;
 use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::time::{Duration, Instant};
 
 use rustix::fs::MemfdFlags;
 
@@ -52,6 +53,24 @@ impl PageKind {
     }
 }
 
+/// How a chunk gets its pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Haste {
+    /// A load waits: huge pages only while the system has them at hand.
+    Prompt,
+    /// Nobody waits: huge pages, whatever it takes to make room for them.
+    Patient,
+}
+
+/// Collapsing a step takes 10 ms where huge pages are at hand, and 10 to 100 times that where the kernel must first move
+/// others' pages to make room: then a load goes on with small pages, which come at once.
+const COLLAPSE_SLOW: Duration = Duration::from_millis(100);
+
+/// A chunk's pages.
+const NONE: u8 = 0;
+const SMALL: u8 = 1;
+const TRIED: u8 = 2;
+
 /// A memfd and its mapping.
 pub(super) struct Memory {
     fd: OwnedFd,
@@ -59,7 +78,10 @@ pub(super) struct Memory {
     bytes: usize,
     chunk_bytes: usize,
     hugetlb: bool,
-    populated: Vec<AtomicBool>,
+    /// By chunk.
+    pages: Vec<AtomicU8>,
+    /// The last collapse took too long for a load.
+    slow: AtomicBool,
 }
 
 // SAFETY: `Memory` is an address range that lives as long as the value. It hands out only raw pointers; who may use them
@@ -74,7 +96,7 @@ impl Memory {
         let huge_chunks = chunk_bytes.is_multiple_of(HUGE_BYTES);
         if hugetlb && huge_chunks {
             match Memory::with_flags(bytes, chunk_bytes, true) {
-                Ok(memory) if memory.populate(0, 1) => return Ok(memory),
+                Ok(memory) if memory.populate(0, 1, Haste::Patient) => return Ok(memory),
                 Ok(_) => tracing::debug!("reserved huge pages exist but may not be used here"),
                 Err(error) => tracing::debug!(%error, "no reserved huge pages"),
             }
@@ -83,7 +105,7 @@ impl Memory {
         if huge_chunks {
             memory.advise(0, bytes, libc::MADV_HUGEPAGE).ok();
         }
-        memory.populate(0, 1);
+        memory.populate(0, 1, Haste::Patient);
         Ok(memory)
     }
 
@@ -110,7 +132,8 @@ impl Memory {
             bytes,
             chunk_bytes,
             hugetlb,
-            populated: (0..bytes / chunk_bytes).map(|_| AtomicBool::new(false)).collect(),
+            pages: (0..bytes / chunk_bytes).map(|_| AtomicU8::new(NONE)).collect(),
+            slow: AtomicBool::new(false),
         };
         mapped?; // After `memory` exists, so that its drop unmaps the reservation.
         memory.advise(0, bytes, libc::MADV_DONTFORK).ok();
@@ -131,24 +154,23 @@ impl Memory {
 
     /// Whether a chunk has its pages.
     pub(super) fn populated(&self, chunk: u32) -> bool {
-        self.populated[chunk as usize].load(Ordering::Acquire)
+        self.pages[chunk as usize].load(Ordering::Acquire) != NONE
     }
 
-    /// Gives `count` chunks their pages. Says whether every page came; what is there already is not touched, so it is
-    /// sound beside readers and writers.
-    pub(super) fn populate(&self, first: u32, count: u32) -> bool {
-        let flags = &self.populated[first as usize..(first + count) as usize];
-        if flags.iter().all(|f| f.load(Ordering::Acquire)) {
+    /// Gives `count` chunks their pages. Says whether every page came; no byte changes, so it is sound beside readers
+    /// and writers.
+    pub(super) fn populate(&self, first: u32, count: u32, haste: Haste) -> bool {
+        let flags = &self.pages[first as usize..(first + count) as usize];
+        let enough = if haste == Haste::Patient { TRIED } else { SMALL };
+        if flags.iter().all(|f| f.load(Ordering::Acquire) >= enough) {
             return true;
         }
         let offset = first as usize * self.chunk_bytes;
         let len = count as usize * self.chunk_bytes;
-        if !self.hugetlb && self.chunk_bytes.is_multiple_of(HUGE_BYTES) {
-            // A range with no page at all cannot be collapsed: bring in the first of each.
-            for range in (offset..offset + len).step_by(HUGE_BYTES) {
-                self.advise(range, 4096, libc::MADV_POPULATE_WRITE).ok();
-            }
-            self.advise(offset, len, libc::MADV_COLLAPSE).ok();
+        let huge = !self.hugetlb && self.chunk_bytes.is_multiple_of(HUGE_BYTES);
+        let collapse = huge && (haste == Haste::Patient || !self.slow.load(Ordering::Relaxed));
+        if collapse {
+            self.collapse(offset, len);
         }
         let done = self.advise(offset, len, libc::MADV_POPULATE_WRITE);
         if let Err(error) = &done {
@@ -157,10 +179,22 @@ impl Memory {
                 return false;
             }
         }
+        let reached = if collapse || !huge { TRIED } else { SMALL };
         for flag in flags {
-            flag.store(true, Ordering::Release);
+            flag.fetch_max(reached, Ordering::Release);
         }
         true
+    }
+
+    /// Asks for huge pages, and notes how long that took.
+    fn collapse(&self, offset: usize, len: usize) {
+        let begun = Instant::now();
+        // A range with no page at all cannot be collapsed: bring in the first of each.
+        for range in (offset..offset + len).step_by(HUGE_BYTES) {
+            self.advise(range, 4096, libc::MADV_POPULATE_WRITE).ok();
+        }
+        self.advise(offset, len, libc::MADV_COLLAPSE).ok();
+        self.slow.store(begun.elapsed() > COLLAPSE_SLOW, Ordering::Relaxed);
     }
 
     fn advise(&self, offset: usize, len: usize, advice: i32) -> io::Result<()> {

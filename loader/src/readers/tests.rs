@@ -19,7 +19,7 @@ pub(crate) struct Faulty {
 }
 
 impl Faulty {
-    pub(crate) fn new(inner: Box<dyn Reader>, plan: FaultPlan) -> Box<dyn Reader> {
+    pub(crate) fn over(inner: Box<dyn Reader>, plan: FaultPlan) -> Box<dyn Reader> {
         Box::new(Faulty { inner, plan, struck: Vec::new(), held: Vec::new() })
     }
 
