@@ -167,7 +167,8 @@ impl Parts {
         let host = HostTier::new(pool.clone(), clock.clone(), board.clone());
         let staging = Staging {
             disk: disk.clone(),
-            gate: Gate::new(limits.stall),
+            urgent: Gate::new(limits.stall),
+            ahead: Gate::new(limits.stall),
             roots: config.source_roots.clone(),
             chunk_bytes: config.chunk_bytes,
             board: board.clone(),

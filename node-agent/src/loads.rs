@@ -1,6 +1,6 @@
 //! From the disk to the host pool: fills a copy on the loader's own threads, one at a time.
 //!
-//! A load belongs to its [`Copy`](crate::tiers::host::Copy), not to an order: two replicas of one checkpoint wait for
+//! A load belongs to its [`HostCopy`](crate::tiers::host::HostCopy), not to an order: two replicas of one checkpoint wait for
 //! the same one, and it ends when nobody waits any more.
 
 use std::sync::Arc;

@@ -1,4 +1,5 @@
-//! From a source to the disk tier: one conversion at a time, and none for what is there already.
+//! From a source to the disk tier: one conversion at a time (and one prefetch beside it), and none for what is there
+//! already.
 //!
 //! ```text
 //! order's digest on disk? ─yes─► done
@@ -35,7 +36,10 @@ const OVERHEAD: ByteCount = ByteCount::from_mib(1);
 /// Brings sources to the disk. Share it in an `Arc`.
 pub(crate) struct Staging {
     pub(crate) disk: Arc<DiskTier>,
-    pub(crate) gate: Gate,
+    /// For sources that somebody waits for.
+    pub(crate) urgent: Gate,
+    /// For prefetches: they never stand before a request.
+    pub(crate) ahead: Gate,
     pub(crate) roots: Vec<PathBuf>,
     pub(crate) chunk_bytes: ByteCount,
     pub(crate) board: Board,
@@ -56,6 +60,7 @@ impl Staging {
         &self,
         uri: &str,
         wanted: Option<&Digest>,
+        urgent: bool,
         progress: &watch::Sender<Progress>,
     ) -> Result<Staged, Failure> {
         if let Some(lease) = wanted.and_then(|digest| self.disk.lease(digest)) {
@@ -70,7 +75,8 @@ impl Staging {
         {
             return self.open(lease, false).await;
         }
-        let mut turn = self.gate.enter().await;
+        let gate = if urgent { &self.urgent } else { &self.ahead };
+        let mut turn = gate.enter().await;
         // Another order for the same source may have had the turn before.
         if let Some(lease) =
             self.unchanged(uri, &fingerprint).filter(|l| wanted.is_none_or(|w| w == l.digest()))

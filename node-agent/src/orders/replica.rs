@@ -25,7 +25,7 @@ use crate::loads::Loads;
 use crate::settings::Limits;
 use crate::staging::{Staged, Staging};
 use crate::tiers::disk::{DiskLease, DiskTier};
-use crate::tiers::host::{Copy, HostTier, KvChunks};
+use crate::tiers::host::{HostCopy, HostTier, KvChunks};
 use crate::workers::{ModelLink, Worker};
 
 mod load;
@@ -54,7 +54,7 @@ struct OnDisk {
 
 /// A copy in the pool and on a worker.
 struct Served {
-    copy: Arc<Copy>,
+    copy: Arc<HostCopy>,
     kv: Vec<KvChunks>,
     link: Option<ModelLink>,
     /// The worker wants so many more chunks for KV pages.
@@ -65,7 +65,7 @@ struct Served {
 enum Held {
     Nothing,
     Disk(OnDisk),
-    Host(OnDisk, Arc<Copy>),
+    Host(OnDisk, Arc<HostCopy>),
     Serving(OnDisk, Served, Serving),
     Lost(OnDisk, Served),
 }
@@ -309,7 +309,8 @@ impl ReplicaTask {
         let mut at = progress.subscribe();
         let (content, holding) = (self.talk.order.content.clone(), self.held.holding());
         let (node, wanted) = (self.node.clone(), content.clone());
-        let staging = node.staging.stage(&content.source_uri, content.digest.as_ref(), &progress);
+        let urgent = self.talk.order.goal == Goal::Serve;
+        let staging = node.staging.stage(&content.source_uri, content.digest.as_ref(), urgent, &progress);
         tokio::pin!(staging);
         let staged = loop {
             tokio::select! {

@@ -205,3 +205,29 @@ async fn a_damaged_copy_is_thrown_away_and_staged_again() {
     let metrics = world.get("/metrics").await;
     assert!(metrics.contains("pilotlight_agent_checksum_failures_total 1"), "{metrics}");
 }
+
+#[tokio::test]
+async fn a_full_disk_tier_evicts_what_nobody_ordered_and_nothing_else() {
+    let mut world = World::with_chunks(32).await;
+    world.stop().await;
+    // A model takes a third of a MiB, staging it one more: two fit, and a third only when one goes.
+    world.config().disk = pilotlight_domain::ByteCount::from_kib(1850);
+    world.start();
+    let sources = ["a", "b", "c"].map(|name| world.model(name));
+    let mut digests = Vec::new();
+    for (name, uri) in ["a", "b"].iter().zip(&sources) {
+        let generation = world.order(name, uri, Hold::Disk).await;
+        digests.push(world.phase(name, generation, ReplicaPhase::Ready).await.digest);
+    }
+    let generation = world.order("c", &sources[2], Hold::Disk).await;
+    let status = world.phase("c", generation, ReplicaPhase::Failed).await;
+    assert_eq!(status.reason, Some(Reason::InsufficientCache));
+    assert!(status.message.contains("--disk"), "{}", status.message);
+    world.withdraw("a").await;
+    world.node(|n| n.status.as_ref().unwrap().residents.iter().any(|r| !r.in_use)).await;
+    let generation = world.order("c", &sources[2], Hold::Disk).await;
+    world.phase("c", generation, ReplicaPhase::Ready).await;
+    let path = |digest: &str| world.data("store").join(&digest["sha256:".len()..]);
+    assert!(!path(&digests[0]).exists() && path(&digests[1]).exists());
+    world.stop().await;
+}

@@ -9,7 +9,7 @@
 //! Weights and KV pages are admitted together or not at all, so that two models that fit one by one never hold half of
 //! what they need each and wait for the other.
 //!
-//! Invariants: a [`Copy`] is a lease: its chunks stay while anybody has it; a chunk is used again only after every
+//! Invariants: a [`HostCopy`] is a lease: its chunks stay while anybody has it; a chunk is used again only after every
 //! holder is gone (and a holder lets go only after its worker said `Unloaded`, or died); the budget is the pool.
 //!
 //! It deliberately does **not** read files ([`crate::loads`] does) and knows no workers.
@@ -50,7 +50,7 @@ pub(crate) struct HostTier {
 struct State {
     policy: Policy,
     resident: HashMap<Digest, Whole>,
-    filling: HashMap<Digest, Weak<Copy>>,
+    filling: HashMap<Digest, Weak<HostCopy>>,
 }
 
 /// A whole copy: the owner's handles of its chunks.
@@ -73,7 +73,7 @@ pub(crate) struct Filled {
 
 /// A hold on a checkpoint in the pool, whole or being filled. The last one to let go of a copy that is being filled
 /// cancels its load.
-pub(crate) struct Copy {
+pub(crate) struct HostCopy {
     tier: Arc<HostTier>,
     digest: Digest,
     /// Where it lies.
@@ -84,14 +84,14 @@ pub(crate) struct Copy {
     cancel: CancellationToken,
 }
 
-impl Copy {
+impl HostCopy {
     /// How far it is, and every change.
     pub(crate) fn filled(&self) -> watch::Receiver<Filled> {
         self.filled.subscribe()
     }
 }
 
-impl Drop for Copy {
+impl Drop for HostCopy {
     fn drop(&mut self) {
         self.cancel.cancel();
         if matches!(self.filled.borrow().end, Some(Ok(()))) {
@@ -130,7 +130,7 @@ impl Drop for HostReservation {
 /// What a replica got.
 pub(crate) struct Admission {
     /// The weights.
-    pub(crate) copy: Arc<Copy>,
+    pub(crate) copy: Arc<HostCopy>,
     /// Chunks for KV pages; none if none were asked for.
     pub(crate) kv: Option<KvChunks>,
     /// If the copy must be filled, and nobody does it yet: do it.
@@ -141,7 +141,7 @@ pub(crate) struct Admission {
 
 /// The duty to fill a copy. Dropping it gives its chunks back, and tells those who wait for the copy that it failed.
 pub(crate) struct Fill {
-    copy: Weak<Copy>,
+    copy: Weak<HostCopy>,
     filled: watch::Sender<Filled>,
     tier: Arc<HostTier>,
     digest: Digest,
@@ -399,8 +399,8 @@ impl HostTier {
         files: Arc<[FileChunks]>,
         bytes: ByteCount,
         at: Filled,
-    ) -> Arc<Copy> {
-        Arc::new(Copy {
+    ) -> Arc<HostCopy> {
+        Arc::new(HostCopy {
             tier: self.clone(),
             digest: digest.clone(),
             files,

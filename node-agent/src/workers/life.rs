@@ -20,6 +20,9 @@ pub(crate) const FRAMES: usize = 8;
 /// Events of a model that its order has not looked at: one Ready or failure, one Unloaded, and wishes that may be lost.
 const MODEL_EVENTS: usize = 64;
 
+/// A worker reads its socket on a thread that does nothing else.
+const READS_WITHIN: Duration = Duration::from_secs(30);
+
 const READ_BYTES: usize = 64 << 10;
 
 /// The process is gone, or going.
@@ -119,11 +122,17 @@ impl Life {
         Ok(link)
     }
 
-    /// Waits while the queue to the worker is full. Dropping it half-way may or may not have sent.
+    /// Waits while the queue to the worker is full; a worker that reads nothing for too long hangs, and is killed.
+    /// Dropping it half-way may or may not have sent.
     async fn send(&self, message: ToWorker) -> Result<(), Gone> {
         tokio::select! {
             sent = self.frames.send(message) => sent.map_err(|_| Gone),
             () = self.dead.cancelled() => Err(Gone),
+            () = tokio::time::sleep(READS_WITHIN) => {
+                tracing::error!(seconds = READS_WITHIN.as_secs(), "the worker reads nothing: it is killed");
+                self.kill.cancel();
+                Err(Gone)
+            }
         }
     }
 
