@@ -6,8 +6,8 @@
     pip install -r requirements.txt
     python train.py --text shakespeare.txt --out .
 
-One thread, one seed: the same versions on the same kind of processor give the same weights, as long as the
-time limit (--minutes) does not cut the run short. Writes a Hugging Face folder: config.json,
+One thread, one seed: the same versions on the same kind of processor give the same weights for the same number
+of steps. A run too slow for its time limit (--minutes) takes fewer steps, and says how many. Writes a Hugging Face folder: config.json,
 model.safetensors (bf16), tokenizer.json, tokenizer_config.json, generation_config.json, and train.json with
 what was measured.
 """
@@ -21,6 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 BEGIN, END, CUE = "<|begin|>", "<|end|>", "<|cue|>"
+PACE = 100  # steps of warming up, after which the learning rate falls and the pace is known
 
 # A conversation is a scene. Each message becomes a speech: the user is ROMEO, the model is JULIET, a system
 # message is spoken by the Chorus, and `name` in a message replaces the speaker. Every speech ends with END.
@@ -106,6 +107,31 @@ def ids(t, text):
     return t.encode(text, add_special_tokens=False).ids
 
 
+class Scatter:
+    """BPE dropout from a seeded source (the one of `tokenizers` cannot be seeded)."""
+
+    def __init__(self, t, rng):
+        self.t, self.rng, model = t, rng, json.loads(t.to_str())["model"]
+        self.vocab = model["vocab"]
+        self.ranks = {tuple(m) if isinstance(m, list) else tuple(m.split(" ")): i for i, m in enumerate(model["merges"])}
+
+    def ids(self, text, p):
+        if p == 0:
+            return ids(self.t, text)
+        out, random01 = [], self.rng.random
+        for word, _ in self.t.pre_tokenizer.pre_tokenize_str(text):
+            parts = list(word)
+            while len(parts) > 1:
+                found = [(r, i) for i, pair in enumerate(zip(parts, parts[1:]))
+                         if (r := self.ranks.get(pair)) is not None and random01() >= p]
+                if not found:
+                    break
+                i = min(found)[1]
+                parts[i:i + 2] = [parts[i] + parts[i + 1]]
+            out += [self.vocab[x] for x in parts]
+        return out
+
+
 def shortened(words, limit=380):
     """A speech for the chat form: whole sentences up to about `limit` characters."""
     if len(words) <= limit:
@@ -114,22 +140,22 @@ def shortened(words, limit=380):
     return words[:ends[-1]] if ends else None
 
 
-def epoch(t, speeches, names, rng, scatter):
+def epoch(t, scatter, speeches, names, rng, most):
     """All speeches once, cut into documents of two forms, shuffled, as one stream of ids.
 
     Page form:  <|begin|>NAME:\\nspeech\\n\\nNAME:\\nspeech ... <|end|>      (about 12 speeches; plain completion)
     Chat form:  <|begin|><|cue|>NAME:\\nspeech<|end|><|cue|>NAME:\\n...<|end|>  (2 to 6 short speeches)
 
     The text is small, so it is varied against learning by heart: most documents are encoded with some merges left
-    out at random (BPE dropout, up to `scatter`), and in some of the chat form the speakers get other names.
+    out at random (BPE dropout, up to `most`), and in some of the chat form the speakers get other names.
     """
     begin, end, cue = (t.token_to_id(x) for x in (BEGIN, END, CUE))
     documents, i = [], 0
     while i < len(speeches):
-        t.model.dropout = scatter * rng.random() if rng.random() < 0.75 else 0.0
+        p = most * rng.random() if rng.random() < 0.75 else 0.0
         if rng.random() < 0.5:
             n = rng.randint(6, 18)
-            documents.append([begin] + ids(t, "\n\n".join(speeches[i:i + n])) + [end])
+            documents.append([begin] + scatter.ids("\n\n".join(speeches[i:i + n]), p) + [end])
         else:
             n = rng.choice([2, 2, 3, 4, 5, 6])
             others = {} if rng.random() < 0.35 else None
@@ -140,7 +166,7 @@ def epoch(t, speeches, names, rng, scatter):
                     name = others.setdefault(name, rng.choice(names))
                 words = shortened(words)
                 if words:
-                    document += [cue] + ids(t, name + "\n" + words) + [end]
+                    document += [cue] + scatter.ids(name + "\n" + words, p) + [end]
             documents.append(document)
         i += n
     rng.shuffle(documents)
@@ -150,8 +176,9 @@ def epoch(t, speeches, names, rng, scatter):
 class Batches:
     """Windows of `width` + 1 ids from an endless stream of epochs."""
 
-    def __init__(self, t, speeches, seed, scatter):
-        self.t, self.speeches, self.rng, self.scatter = t, speeches, random.Random(seed), scatter
+    def __init__(self, t, speeches, seed, most):
+        self.t, self.speeches, self.rng, self.most = t, speeches, random.Random(seed), most
+        self.scatter = Scatter(t, self.rng)
         self.names = sorted({s.partition("\n")[0] for s in speeches}) + ["ROMEO:", "JULIET:", "Chorus:"] * 40
         self.stream, self.at, self.epochs = [], 0, 0
 
@@ -161,8 +188,8 @@ class Batches:
             if self.at + width + 1 > len(self.stream):
                 # another offset each time, so that documents begin elsewhere; towards the end plainer encodings
                 k = self.rng.randrange(12)
-                self.stream = epoch(self.t, self.speeches[k:] + self.speeches[:k], self.names, self.rng,
-                                    self.scatter * min(1.0, 1.5 * (1.05 - done)))
+                self.stream = epoch(self.t, self.scatter, self.speeches[k:] + self.speeches[:k], self.names, self.rng,
+                                    self.most * min(1.0, 1.5 * (1.05 - done)))
                 self.at, self.epochs = 0, self.epochs + 1
             out.append(self.stream[self.at:self.at + width + 1])
             self.at += width
@@ -237,14 +264,20 @@ def main():
     average = copy.deepcopy(model)
     for m in average.modules():
         m._forward_hooks.clear()
-    batches = Batches(Tokenizer.from_file(str(out / "tokenizer.json")), speeches, a.seed, a.scatter)
+    batches = Batches(t, speeches, a.seed, a.scatter)
     clock, wall, history, best, step, done = time.process_time(), time.time(), [], None, 0, 0.0
     model.train()
     while True:
         spent = (time.process_time() - clock) / 60
         passed = (time.time() - wall) / 60
-        done = max(step / a.steps, spent / a.minutes, passed / a.wall_minutes)
-        last = done >= 1
+        # once the pace is known, fewer steps if they would not fit (never by the clock alone, so that a run can be repeated)
+        if step == PACE:
+            share = max(spent / a.minutes, passed / a.wall_minutes) * 1.02 / PACE
+            if share * a.steps > 1:
+                a.steps = max(int(1 / share), PACE + 1)
+                print(f"too slow for the time limit: {a.steps} steps", flush=True)
+        done = min(max((step - PACE) / max(a.steps - PACE, 1), 0.0), 1.0)
+        last = step >= a.steps or spent >= a.minutes or passed >= a.wall_minutes
         if last or (step and step % a.evaluate_every == 0):
             token, byte = held_out_loss(average, held_ids, n_bytes, a.context)
             history.append(dict(step=step, nats_per_token=round(token, 4), nats_per_byte=round(byte, 4)))
@@ -257,7 +290,7 @@ def main():
                 last = True
         if last:
             break
-        warm = min(1.0, (step + 1) / 100)
+        warm = min(1.0, (step + 1) / PACE)
         for g in optimizer.param_groups:
             g["lr"] = a.lr * warm * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * done)))
         # shorter windows cost less; the whole context must be seen from the beginning, and only that at the end
