@@ -232,6 +232,34 @@ async fn two_operators_do_no_harm() {
 }
 
 #[tokio::test]
+async fn one_leads_and_the_other_takes_over() {
+    let mut cluster = Cluster::start().await;
+    cluster.without_operator().await;
+    let (first, stop_first, first_task) = cluster.candidate("first");
+    cluster.lease_holder("first").await;
+    let (second, stop_second, second_task) = cluster.candidate("second");
+    cluster.node("n1", "2GiB").await;
+    cluster.model("a", |_| {}).await;
+    let order = cluster.ordered("a", "n1", Hold::Disk).await;
+    cluster.agent_ready(&order, "100MB").await;
+    cluster.phase("a", ModelPhase::Idle).await;
+    // Who does not lead says so, and the router asks again.
+    assert_eq!(second.demand(cluster::report(&[("a", 0, 1)])).await, None);
+    stop_first.stop();
+    first_task.await.unwrap();
+    assert_eq!(first.demand(cluster::report(&[("a", 0, 1)])).await, None);
+    cluster.lease_holder("second").await;
+    // Leadership is told a moment after the lease is written: a router repeats until it is answered.
+    while second.demand(cluster::report(&[("a", 0, 1)])).await.is_none() {
+        tokio::task::yield_now().await;
+    }
+    assert_eq!(cluster.replica("a", "n1").await.spec.hold, Hold::Host);
+    stop_second.stop();
+    second_task.await.unwrap();
+    cluster.stop().await;
+}
+
+#[tokio::test]
 async fn the_http_face_wakes_and_explains() {
     use http_body_util::BodyExt as _;
     use tower::ServiceExt as _;

@@ -21,7 +21,7 @@ use pilotlight_api::{
 use pilotlight_domain::{ByteCount, ModelName, Timestamp};
 use pilotlight_kit::Stop;
 use pilotlight_kit::clock::{Clock as _, ManualClock};
-use pilotlight_operator::{Config, Handle, Operator};
+use pilotlight_operator::{Config, Handle, Leadership, Operator};
 use pilotlight_store::{ClusterStore, EmbeddedStore, Filter, Reflected, Stored, Typed as _, reflect};
 use tokio::task::JoinHandle;
 
@@ -78,6 +78,28 @@ impl Cluster {
 
     pub(crate) fn another_operator(&self) -> (Handle, Stop, JoinHandle<()>) {
         start(&self.store, &self.clock)
+    }
+
+    /// One that leads only while it holds the lease.
+    pub(crate) fn candidate(&self, identity: &str) -> (Handle, Stop, JoinHandle<()>) {
+        let time = Duration::from_secs(15);
+        let leadership = Leadership::Lease { namespace: "system".into(), identity: identity.into(), time };
+        start_as(&self.store, &self.clock, Config { leadership })
+    }
+
+    /// The built-in operator ends.
+    pub(crate) async fn without_operator(&mut self) {
+        self.stop.stop();
+        (&mut self.task).await.unwrap();
+        self.task = tokio::spawn(async {});
+    }
+
+    pub(crate) async fn lease_holder(&self, holder: &str) {
+        self.until("a leader", |all: &[Lease]| {
+            let held = |lease: &Lease| lease.spec.as_ref()?.holder_identity.clone();
+            all.iter().filter_map(held).any(|found| found == holder).then_some(())
+        })
+        .await;
     }
 
     pub(crate) async fn restart_operator(&mut self) {

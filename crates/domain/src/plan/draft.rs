@@ -3,6 +3,7 @@
 use std::collections::{BTreeSet, HashMap};
 use std::time::Duration;
 
+use super::judge::Fastest;
 use super::{Order, Outlook, Plan, Step};
 use crate::estimate::Estimate;
 use crate::view::{Claim, Hold, ModelEntry, ModelFacts, NodeEntry, Placed, Slot, View};
@@ -45,6 +46,8 @@ pub(super) struct Draft<'v> {
     made: HashMap<&'v ModelName, Vec<Slot>>,
     pub(super) steps: Vec<Step>,
     pub(super) outlook: Vec<Outlook>,
+    /// The best of everything that any node has; made when first needed.
+    pub(super) fastest: Option<Fastest>,
     /// Nodes by disk room per order, most first; made when first needed.
     pub(super) roomy: Option<BTreeSet<(std::cmp::Reverse<u64>, &'v str, Slot)>>,
 }
@@ -63,6 +66,7 @@ impl<'v> Draft<'v> {
             made: HashMap::new(),
             steps: Vec::new(),
             outlook: Vec::new(),
+            fastest: None,
             roomy: None,
         }
     }

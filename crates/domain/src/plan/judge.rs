@@ -2,12 +2,15 @@
 //! decides elsewhere.
 
 use std::fmt;
+use std::time::Duration;
 
 use super::draft::{Draft, Known, placed_at};
-use crate::estimate::{Estimate, Seconds, estimate};
+use crate::estimate::{Estimate, SIZE_DEFAULT, Seconds, estimate};
 use crate::replica::{Cause, Replica};
-use crate::view::{Accelerator, Claim, Device, DeviceFacts, Hold, ModelFacts, NodeFacts, NodeState, Slot};
-use crate::{ByteCount, Tier};
+use crate::view::{
+    Accelerator, Claim, Device, DeviceFacts, Hold, ModelFacts, NodeFacts, NodeState, Slot, View,
+};
+use crate::{Bandwidth, ByteCount, Tier};
 
 /// What a node may have too little of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,7 +57,7 @@ pub enum WhyNot {
     /// It failed there a moment ago.
     Cooling(Cause, String),
     /// The chosen node is faster, by so much.
-    Slower(std::time::Duration),
+    Slower(Duration),
     /// It would do as well.
     Equal,
 }
@@ -88,10 +91,51 @@ pub(super) struct Fit {
     pub(super) spare: ByteCount,
 }
 
+/// The best of everything that any node has.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Fastest {
+    fetch: Bandwidth,
+    read: Bandwidth,
+    ready_in: Duration,
+    prefill: Duration,
+}
+
+impl Fastest {
+    fn of(view: &View) -> Fastest {
+        let mut fastest = Fastest {
+            fetch: Bandwidth::default(),
+            read: Bandwidth::default(),
+            ready_in: Duration::MAX,
+            prefill: Duration::MAX,
+        };
+        for node in view.nodes().filter_map(|(_, node)| node.facts.as_ref()) {
+            for device in &node.devices {
+                let blank = estimate(node, device, None, Tier::Remote);
+                let [fetch, read, _] = blank.bandwidth;
+                fastest.fetch = if fetch > fastest.fetch { fetch } else { fastest.fetch };
+                fastest.read = if read > fastest.read { read } else { fastest.read };
+                fastest.ready_in = fastest.ready_in.min(blank.warm);
+                fastest.prefill = fastest.prefill.min(blank.prefill);
+            }
+        }
+        fastest
+    }
+}
+
 /// Where each node stands in the tiers for one model; made once per ranking.
 pub(super) struct Tiers(Vec<(Slot, Tier)>);
 
 impl Tiers {
+    /// Nodes that hold the model.
+    pub(super) fn slots(&self) -> impl Iterator<Item = Slot> {
+        self.0.iter().map(|(slot, _)| *slot)
+    }
+
+    /// Whether a node holds the model.
+    pub(super) fn holds(&self, slot: Slot) -> bool {
+        self.0.binary_search_by_key(&slot, |(at, _)| *at).is_ok()
+    }
+
     /// The warmest tier on a node: what its agent lists, or what an order there has reached.
     fn at(&self, model: Known<'_>, slot: Slot) -> Tier {
         let listed =
@@ -105,7 +149,22 @@ impl Tiers {
 
 impl<'v> Draft<'v> {
     pub(super) fn tiers(&self, model: Known<'v>) -> Tiers {
-        Tiers(self.view.holders(model.facts))
+        let mut tiers = self.view.holders(model.facts);
+        // A copy that an agent has ready counts before the agent lists it.
+        for (slot, placed) in model.entry.replicas().filter(|(_, placed)| placed.is_ready()) {
+            if let Err(at) = tiers.binary_search_by_key(&slot, |(at, _)| *at) {
+                tiers.insert(at, (slot, placed.hold.tier()));
+            }
+        }
+        Tiers(tiers)
+    }
+
+    /// No node that does not hold the model can be faster than this.
+    pub(super) fn blank_bound(&mut self, model: Known<'v>) -> Duration {
+        let fastest = *self.fastest.get_or_insert_with(|| Fastest::of(self.view));
+        let bytes = model.facts.size.map_or(SIZE_DEFAULT, |size| size.bytes);
+        let moving = bytes.at(fastest.fetch).max(bytes.at(fastest.read));
+        moving.saturating_add(fastest.ready_in).saturating_add(fastest.prefill)
     }
 
     /// What serving on this node would cost, whether or not it can be, and why it cannot. The first is none where

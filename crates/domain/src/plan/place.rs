@@ -1,11 +1,21 @@
 //! Who lacks replicas or copies gets them: rank, order, evict the idle where nothing has room.
 
 use super::draft::{Draft, Known, Need, placed_at};
-use super::judge::{Fit, Resource, WhyNot, key};
+use super::judge::{Fit, Resource, Tiers, WhyNot, key};
 use super::{NoRoom, Outlook, Unplaced};
 use crate::scale::Why;
 use crate::view::{Claim, Hold, NodeState, Slot};
 use crate::{ByteCount, ModelName, Tier, Timestamp};
+
+/// Nodes as far as they were judged.
+#[derive(Default)]
+struct Ranking {
+    best: Option<Fit>,
+    fitting: u32,
+    /// They would do if there were room.
+    full: Vec<Fit>,
+    asked_all: bool,
+}
 
 /// An idle order that can make room.
 struct Victim<'v> {
@@ -46,27 +56,22 @@ impl<'v> Draft<'v> {
     fn place_one(&mut self, need: &Need<'v>) -> Result<(), Unplaced> {
         let model = need.model;
         let tiers = self.tiers(model);
-        let mut best: Option<Fit> = None;
-        let (mut fitting, mut full) = (0u32, Vec::new());
-        for (slot, _) in self.view.nodes() {
-            match self.judge(model, slot, &tiers) {
-                (Some(fit), Ok(())) => {
-                    fitting += 1;
-                    if best.is_none_or(|best| key(self, &fit) < key(self, &best)) {
-                        best = Some(fit);
-                    }
-                }
-                (Some(fit), Err(WhyNot::Full(..))) => full.push(fit),
-                _ => {}
-            }
+        let mut ranking = Ranking::default();
+        // Who holds it is usually faster than anybody who does not could be: then nobody else is asked.
+        for slot in tiers.slots() {
+            self.rank_one(model, slot, &tiers, &mut ranking);
         }
+        let bound = self.blank_bound(model);
+        if ranking.best.is_none_or(|best| best.estimate.total().as_millis() >= bound.as_millis()) {
+            for (slot, _) in self.view.nodes().filter(|(slot, _)| !tiers.holds(*slot)) {
+                self.rank_one(model, slot, &tiers, &mut ranking);
+            }
+            ranking.asked_all = true;
+        }
+        let Ranking { best, fitting, mut full, asked_all } = ranking;
         let why = self.outlook[need.outlook].why;
         if let Some(fit) = best {
-            let among = if fitting == 1 {
-                "the only node that fits".into()
-            } else {
-                format!("best of {fitting} nodes")
-            };
+            let among = if fitting == 1 && asked_all { "the only node that fits" } else { "the fastest" };
             let reason = format!("{why}; {}, {among}", fit.estimate);
             self.raise(model, fit.slot, fit.hold, &fit.estimate, reason);
             return Ok(());
@@ -84,6 +89,19 @@ impl<'v> Draft<'v> {
             }
         }
         Err(self.unplaced(model))
+    }
+
+    fn rank_one(&self, model: Known<'v>, slot: Slot, tiers: &Tiers, ranking: &mut Ranking) {
+        match self.judge(model, slot, tiers) {
+            (Some(fit), Ok(())) => {
+                ranking.fitting += 1;
+                if ranking.best.is_none_or(|best| key(self, &fit) < key(self, &best)) {
+                    ranking.best = Some(fit);
+                }
+            }
+            (Some(fit), Err(WhyNot::Full(..))) => ranking.full.push(fit),
+            _ => {}
+        }
     }
 
     fn evict(&mut self, victim: &Victim<'v>, wins: &ModelName) {

@@ -49,7 +49,7 @@ fn a_wake_goes_where_the_first_token_comes_first() {
         .model("a", "size=1GB")
         .cached("a", "n3")
         .wakes("a", 1)
-        .check("a@n3 cpu: woken by a request; 1.3s from disk (read 1.0s, prefill 0.3s), best of 3 nodes");
+        .check("a@n3 cpu: woken by a request; 1.3s from disk (read 1.0s, prefill 0.3s), the fastest");
     World::new()
         .node("n1", "has=a:disk read=1GB/s")
         .node("n2", "has=a:host")
@@ -57,7 +57,7 @@ fn a_wake_goes_where_the_first_token_comes_first() {
         .cached("a", "n1")
         .wakes("a", 3)
         .check(
-            "a@n2 cpu: woken by 3 requests; 0.3s from host (prefill 0.3s), best of 2 nodes
+            "a@n2 cpu: woken by 3 requests; 0.3s from host (prefill 0.3s), the fastest
                 a@n1 withdraw: more copies than residency.copies",
         );
 }
@@ -69,7 +69,7 @@ fn an_accelerator_serves_where_there_is_one() {
         .node("n2", "gpu=8GiB")
         .model("a", "size=1GB copies=0")
         .wakes("a", 1)
-        .check("a@n2 gpu: woken by a request; 5.0s from remote (fetch 5.0s, read 1.0s, copy 0.1s, prefill 13ms), best of 2 nodes");
+        .check("a@n2 gpu: woken by a request; 5.0s from remote (fetch 5.0s, read 1.0s, copy 0.1s, prefill 13ms), the fastest");
     World::new()
         .node("n1", "")
         .node("n2", "gpu=8GiB")
@@ -84,9 +84,9 @@ fn life_of_a_model_with_one_node() {
         .node("n1", "")
         .model("a", "size=100MB idle=60")
         .check("a@n1 disk: a copy before any request");
-    let world = world.wakes("a", 1).check(
-        "a@n1 cpu: woken by a request; 0.4s from disk (read 0.1s, prefill 0.3s), the only node that fits",
-    );
+    let world = world
+        .wakes("a", 1)
+        .check("a@n1 cpu: woken by a request; 0.4s from disk (read 0.1s, prefill 0.3s), the fastest");
     let world = world.after(5.0).check("").quiet("a").after(30.0).check("");
     assert_eq!(world.plan().next_due(), Some(world.now + std::time::Duration::from_secs(30)));
     let world = world.after(30.0).check("a@n1 disk drain: idle for 60s");
@@ -149,7 +149,9 @@ fn what_never_fits_is_refused_with_both_sizes() {
 #[test]
 fn a_full_disk_gives_up_idle_copies_for_a_wake_but_not_for_a_prefetch() {
     let world = || World::new().node("n1", "disk=1GiB").model("a", "size=600MiB").cached("a", "n1");
-    world().model("b", "size=600MiB").check("b uncached: no node can take a copy; n1: needs 600MiB of disk, 424MiB is free");
+    world()
+        .model("b", "size=600MiB")
+        .check("b uncached: no node can take a copy; n1: needs 600MiB of disk, 424MiB is free");
     world().model("b", "size=600MiB").wakes("b", 1).check(
         "a@n1 withdraw: idle; its copy makes room for default/b
          b@n1 cpu: woken by a request; 3.5s from remote (fetch 3.1s, read 0.6s, prefill 0.3s), in the place of idle default/a",
