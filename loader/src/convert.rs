@@ -26,8 +26,9 @@ use pilotlight_domain::{ByteCount, Digest};
 use crate::cancel::{CancelFlag, Progress};
 use crate::checkpoint::{Checkpoint, CheckpointError};
 use crate::checksum::Checksum;
-use crate::load::LoadError;
+use crate::load::{LoadError, LoadOptions};
 use crate::manifest::{self, DataRecord, FileRecord, Source};
+use crate::readers::ReaderKind;
 use crate::safetensors::HeaderError;
 use crate::verify::{self, VerifyError};
 
@@ -48,11 +49,13 @@ pub struct ConvertOptions {
     pub source: Source,
     /// Size of a chunk: a multiple of 4096.
     pub chunk_bytes: ByteCount,
+    /// How it is read back.
+    pub reader: ReaderKind,
 }
 
 impl Default for ConvertOptions {
     fn default() -> Self {
-        ConvertOptions { source: Source::default(), chunk_bytes: manifest::CHUNK_BYTES }
+        ConvertOptions { source: Source::default(), chunk_bytes: manifest::CHUNK_BYTES, reader: ReaderKind::Auto }
     }
 }
 
@@ -291,7 +294,7 @@ fn build(
     let files = write_others(&source, &plan, &others, &temp, needed, cancel)?;
     let manifest = write_manifest(&source, &plan, &temp, needed, data, files)?;
     temp.sync()?;
-    read_back(temp.path(), &manifest, &|p| report(written + p.done.get()), cancel)?;
+    read_back(temp.path(), &manifest, options.reader, &|p| report(written + p.done.get()), cancel)?;
     let converted = Converted {
         path: temp.path().into(),
         digest: manifest,
@@ -357,11 +360,13 @@ fn write_manifest(
 fn read_back(
     folder: &Path,
     digest: &Digest,
+    reader: ReaderKind,
     progress: &dyn Fn(Progress),
     cancel: &CancelFlag,
 ) -> Result<(), ConvertError> {
+    let options = LoadOptions { reader, ..LoadOptions::default() };
     let wrong = |what: String| ConvertError::CameBackWrong { path: folder.into(), what };
-    match verify::verify(folder, &crate::load::LoadOptions::default(), progress, cancel) {
+    match verify::verify(folder, &options, progress, cancel) {
         Ok(verified) => match verified.damage.first() {
             Some(damage) => Err(wrong(damage.to_string())),
             None if verified.digest.as_ref() != Some(digest) => Err(wrong("another digest".into())),

@@ -18,6 +18,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use crate::board::Board;
+use crate::device::DeviceSpec;
 use crate::gate::Gate;
 use crate::ledger::{Ledger, LedgerError};
 use crate::loads::Loads;
@@ -132,16 +133,7 @@ impl Parts {
             Some(url) => url.clone(),
             None => format!("http://{}", listener.local_addr().map_err(AgentError::Address)?),
         };
-        let dir = config.data_dir.clone();
-        let ledger = tokio::task::spawn_blocking(move || {
-            std::fs::create_dir_all(&dir)
-                .map_err(|source| AgentError::DataDir { path: dir.clone(), source })?;
-            Ledger::open(&dir.join("ledger")).map_err(AgentError::from)
-        });
-        let ledger = ledger.await.map_err(|e| AgentError::Part(io::Error::other(e)))??;
-        let (bytes, chunk) = (config.host_memory, config.chunk_bytes);
-        let pool = tokio::task::spawn_blocking(move || HostPool::create(bytes, chunk));
-        let pool = pool.await.map_err(|e| AgentError::Part(io::Error::other(e)))??;
+        let (ledger, pool) = ledger_and_pool(config).await?;
         let prefault = CancelFlag::new();
         pool.prefault_in_background(prefault.clone()).map_err(AgentError::Part)?;
         let disk =
@@ -150,7 +142,7 @@ impl Parts {
         let (tasks, workers) = (TaskTracker::new(), TaskTracker::new());
         let workers_stop = CancellationToken::new();
         let limits = config.limits.clone();
-        let start_worker = |device: &crate::device::DeviceSpec| {
+        let start_worker = |device: &DeviceSpec| {
             let supervisor = Supervisor {
                 device: device.name(),
                 launcher: launcher.clone(),
@@ -171,6 +163,7 @@ impl Parts {
             ahead: Gate::new(limits.stall),
             roots: config.source_roots.clone(),
             chunk_bytes: config.chunk_bytes,
+            reader: config.reader,
             board: board.clone(),
             clock: clock.clone(),
         };
@@ -282,4 +275,14 @@ impl Parts {
             tracing::warn!(%error, "write the ledger at the end");
         }
     }
+}
+
+/// Both wait for the system.
+async fn ledger_and_pool(config: &Config) -> Result<(Ledger, Arc<HostPool>), AgentError> {
+    let (dir, bytes, chunk) = (config.data_dir.clone(), config.host_memory, config.chunk_bytes);
+    let open = move || {
+        std::fs::create_dir_all(&dir).map_err(|source| AgentError::DataDir { path: dir.clone(), source })?;
+        Ok((Ledger::open(&dir.join("ledger"))?, HostPool::create(bytes, chunk)?))
+    };
+    tokio::task::spawn_blocking(open).await.map_err(|e| AgentError::Part(io::Error::other(e)))?
 }

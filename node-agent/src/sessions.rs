@@ -283,8 +283,9 @@ impl Session {
                 }
                 return Ok(Some(event));
             }
-            if let SessionEvent::Accepted { waited, .. } = &mut event {
+            if let SessionEvent::Accepted { waited, from, .. } = &mut event {
                 *waited = self.face.waited(self.opened, Instant::now());
+                *from = self.face.from().filter(|_| waited.total() > 0.0);
             }
             batch.push(event);
             next = if batch.len() < LINES { link.event_now() } else { None };

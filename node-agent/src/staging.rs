@@ -18,6 +18,7 @@ use pilotlight_domain::replica::Cause;
 use pilotlight_domain::{ByteCount, Digest, Tier};
 use pilotlight_kit::clock::Clock;
 use pilotlight_loader::convert::{self, ConvertError, ConvertOptions, Converted};
+use pilotlight_loader::readers::ReaderKind;
 use pilotlight_loader::{CancelFlag, Checkpoint, CheckpointError, Progress, manifest};
 use pilotlight_sources::{Fingerprint, Source, SourceError};
 use tokio::sync::{oneshot, watch};
@@ -42,6 +43,7 @@ pub(crate) struct Staging {
     pub(crate) ahead: Gate,
     pub(crate) roots: Vec<PathBuf>,
     pub(crate) chunk_bytes: ByteCount,
+    pub(crate) reader: ReaderKind,
     pub(crate) board: Board,
     pub(crate) clock: Arc<dyn Clock>,
 }
@@ -187,6 +189,7 @@ impl Staging {
         let options = ConvertOptions {
             source: manifest::Source { uri: Some(uri.to_owned()), revision: None },
             chunk_bytes: self.chunk_bytes,
+            reader: self.reader,
         };
         let work = move || {
             // Every byte counts twice there: written, and read back.

@@ -86,8 +86,6 @@ pub(crate) struct ReplicaView {
     pub(crate) slots: u32,
     /// From the wake's arrival at the operator to the order.
     pub(crate) decide: Duration,
-    /// The tier that the load started from.
-    pub(crate) path: String,
     failed: Option<(u64, String)>,
 }
 
@@ -341,7 +339,6 @@ impl ReplicaView {
             ready,
             slots,
             decide: Duration::ZERO,
-            path: "disk".into(),
             failed: None,
         }
     }
@@ -471,7 +468,6 @@ fn replica_view(replica: &ModelReplica) -> Option<ReplicaView> {
         slots: status.slots,
         decide: Duration::try_from_secs_f64(spec.decide_seconds).unwrap_or_default(),
         failed: failed.then(|| (status.order_generation, format!("{reason}{}", status.message))),
-        path: status.path,
         endpoint: status.endpoint,
     })
 }

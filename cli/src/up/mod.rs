@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::StreamExt as _;
-use pilotlight_api::ModelNode;
+use pilotlight_api::{ModelNode, ModelNodeStatus};
 use pilotlight_kit::clock::SystemClock;
 use pilotlight_kit::{Readiness, Stop, admin, http};
 use pilotlight_operator::Operator;
@@ -102,6 +102,7 @@ pub(crate) async fn start(settings: UpSettings, stop: Stop) -> Result<Running, F
     let url = format!("http://{}", loopback_of(listener.local_addr()?));
     let store = EmbeddedStore::open(&data_dir.path().join("cluster"), Arc::new(SystemClock)).await?;
     let tasks = TaskTracker::new();
+    forget_agents(&store).await?;
     let ready = serve(&url, listener, &store, &tasks, &stop)?;
     let kubeconfig = kubeconfig::write(data_dir.path(), &url)?;
     let nodes = node_names(settings.nodes);
@@ -207,6 +208,15 @@ fn agents(
 async fn wait_until_ready(mut ready: watch::Receiver<Readiness>) {
     // The sender lives in the router; when it is gone, so are we.
     let _gone = ready.wait_for(|r| *r == Readiness::Ready).await;
+}
+
+/// The agents of the last run ended with it: nothing that they said of their nodes holds any more. Each says it anew.
+async fn forget_agents(store: &EmbeddedStore) -> Result<(), Failure> {
+    for mut node in store.list::<ModelNode>(&Filter::all()).await?.items {
+        node.status = Some(ModelNodeStatus::default());
+        store.apply_status(&node).await?;
+    }
+    Ok(())
 }
 
 /// Waits until every node's agent of this run has written its status.

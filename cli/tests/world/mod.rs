@@ -67,8 +67,9 @@ impl Up {
     /// Below another program, such as a tracer.
     pub fn spawn(mut command: Command, data_dir: &Path, args: &[&str]) -> Up {
         let mut child = command
-            .args(["up", "--listen", "127.0.0.1:0", "--host-memory", "256MiB", "--data-dir"])
+            .args(["up", "--listen", "127.0.0.1:0", "--data-dir"])
             .arg(data_dir)
+            .args(if args.contains(&"--host-memory") { &[][..] } else { &["--host-memory", "256MiB"] })
             .args(args)
             .stdin(Stdio::null())
             .stdout(Stdio::piped())

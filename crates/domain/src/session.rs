@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{ModelName, Phases, SessionId};
+use crate::{ModelName, Phases, SessionId, Tier};
 
 /// A token's id in its model's vocabulary.
 pub type TokenId = u32;
@@ -186,6 +186,9 @@ pub enum SessionEvent {
         /// What this session waited for at the agent; zero for a warm one. `prefill` is not in it.
         #[serde(default)]
         waited: Phases,
+        /// The tier from which the load that it waited for started; none for a warm one.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        from: Option<Tier>,
     },
     /// One generated token.
     Token {

@@ -16,7 +16,7 @@ const CHUNK: ByteCount = ByteCount::from_kib(64);
 
 fn options() -> ConvertOptions {
     let source = Source { uri: Some("file:///models/tiny".into()), revision: None };
-    ConvertOptions { source, chunk_bytes: CHUNK }
+    ConvertOptions { source, chunk_bytes: CHUNK, ..ConvertOptions::default() }
 }
 
 fn run(src: &Path, dest: &Path) -> Result<Converted, ConvertError> {

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use pilotlight_domain::{ModelName, Phase, Phases};
+use pilotlight_domain::{ModelName, Phase, Phases, Tier};
 use pilotlight_engine::protocol::ModelKey;
 use tokio::sync::watch;
 use tokio::time::Instant;
@@ -42,13 +42,14 @@ pub(crate) struct Serving {
 pub(crate) struct Face {
     pub(crate) view: watch::Receiver<View>,
     timeline: Mutex<Timeline>,
+    from: Mutex<Option<Tier>>,
     open: watch::Sender<usize>,
 }
 
 impl Face {
     pub(crate) fn new() -> (Arc<Face>, watch::Sender<View>) {
         let (sender, view) = watch::channel(View::Waiting);
-        (Arc::new(Face { view, timeline: Mutex::default(), open: watch::Sender::new(0) }), sender)
+        (Arc::new(Face { view, timeline: Mutex::default(), from: Mutex::default(), open: watch::Sender::new(0) }), sender)
     }
 
     /// Counts a session until the answer is dropped. Enter first and look at the view then: a drain looks at the
@@ -75,6 +76,16 @@ impl Face {
 
     pub(crate) fn waited(&self, from: Instant, to: Instant) -> Phases {
         self.timeline().clip(from, to)
+    }
+
+    /// The load under way started from this tier.
+    pub(crate) fn starts_from(&self, tier: Tier) {
+        *self.from.lock().unwrap_or_else(PoisonError::into_inner) = Some(tier);
+    }
+
+    /// The tier that the last load started from.
+    pub(crate) fn from(&self) -> Option<Tier> {
+        *self.from.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn timeline(&self) -> MutexGuard<'_, Timeline> {

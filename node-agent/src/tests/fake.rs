@@ -175,6 +175,7 @@ fn tokens(sampling: &Sampling) -> Vec<SessionEvent> {
         device: "cpu".into(),
         numerics: "fake-1".into(),
         waited: Default::default(),
+        from: None,
     };
     let token =
         |index| SessionEvent::Token { epoch: 0, index, id: index, text: format!("t{index}"), logprobs: None };

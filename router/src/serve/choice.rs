@@ -12,7 +12,7 @@
 
 use std::time::Duration;
 
-use pilotlight_domain::SessionId;
+use pilotlight_domain::{SessionId, Tier};
 use pilotlight_domain::session::{FailureCode, FinishReason, Logprobs, Retry, SessionSpec, Usage};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout_at};
@@ -156,7 +156,7 @@ impl Choice<'_> {
                 }
             };
             match log.on(event) {
-                Step::Accepted { device, waited } => {
+                Step::Accepted { device, waited, from } => {
                     let now = Instant::now();
                     place.reached();
                     self.session.taken(true);
@@ -164,7 +164,7 @@ impl Choice<'_> {
                     accepted = true;
                     deadline = now + job.model.request_timeout;
                     until = job.model.first_token_timeout.map_or(deadline, |t| deadline.min(now + t));
-                    served = Some(Box::new(Served { device, queued: self.watch.queued(), cold: None }));
+                    served = Some(Box::new(Served { device, from, queued: self.watch.queued(), cold: None }));
                 }
                 Step::Forward { text, logprobs } => {
                     until = deadline;
@@ -210,9 +210,10 @@ impl Choice<'_> {
     fn first_token(&self, mut served: Box<Served>, place: &Place) -> Box<Served> {
         if self.watch.cold {
             let phases = self.watch.phases(Instant::now());
-            served.cold = Some(Cold { path: place.replica.path.clone(), phases });
+            let path = served.from.map_or("unknown", Tier::as_str);
+            served.cold = Some(Cold { path, phases });
             if self.index == 0 {
-                self.job.cold_start_ended(place, &phases);
+                self.job.cold_start_ended(place, path, &phases);
             }
         }
         served

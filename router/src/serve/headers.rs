@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use axum::http::{HeaderMap, HeaderName, HeaderValue};
-use pilotlight_domain::{Phase, Phases, SessionId};
+use pilotlight_domain::{Phase, Phases, SessionId, Tier};
 
 use crate::openai::ApiError;
 
@@ -69,6 +69,8 @@ impl Wishes {
 pub(crate) struct Served {
     /// `cpu`, `sim`, `gpu0`.
     pub(crate) device: String,
+    /// The tier that its load started from, if it waited for one.
+    pub(crate) from: Option<Tier>,
     pub(crate) queued: Duration,
     pub(crate) cold: Option<Cold>,
 }
@@ -77,7 +79,7 @@ pub(crate) struct Served {
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Cold {
     /// The tier that it started from.
-    pub(crate) path: String,
+    pub(crate) path: &'static str,
     pub(crate) phases: Phases,
 }
 
@@ -103,8 +105,7 @@ impl Cold {
     /// `disk; seconds=0.750000; hold=0.010000; …`: the tier, the total, and its partition.
     fn header(&self) -> String {
         use std::fmt::Write as _;
-        let path = if self.path.is_empty() { "unknown" } else { &self.path };
-        let mut text = format!("{path}; seconds={:.6}", self.phases.total());
+        let mut text = format!("{}; seconds={:.6}", self.path, self.phases.total());
         for phase in Phase::ALL {
             let _infallible = write!(text, "; {}={:.6}", phase.as_str(), self.phases.get(phase));
         }
@@ -149,7 +150,7 @@ mod tests {
     fn a_cold_start_is_told_with_its_partition() {
         let cold =
             Cold { path: "disk".into(), phases: Phases { hold: 0.25, read: 0.5, ..Phases::default() } };
-        let served = Served { device: "gpu0".into(), queued: Duration::from_millis(12), cold: Some(cold) };
+        let served = Served { device: "gpu0".into(), from: Some(Tier::Disk), queued: Duration::from_millis(12), cold: Some(cold) };
         let mut headers = HeaderMap::new();
         served.write(&mut headers);
         assert_eq!(headers["x-pilotlight-served-by"], "gpu");

@@ -216,12 +216,11 @@ impl Job {
         self.model.estimate.map(|estimate| (estimate - self.arrived.elapsed().as_secs_f64()).max(0.0))
     }
 
-    fn cold_start_ended(&self, place: &Place, phases: &Phases) {
-        let path = &place.replica.path;
+    fn cold_start_ended(&self, place: &Place, path: &str, phases: &Phases) {
         self.cx.metrics.cold_start(&self.model.name, path, phases, self.model.estimate);
         let report = ColdStartReport {
             started_at: pilotlight_kit::clock::rfc3339(self.arrived_at),
-            path: path.clone(),
+            path: path.into(),
             total_seconds: phases.total(),
             estimate_seconds: self.model.estimate.unwrap_or(0.0),
             phases: *phases,

@@ -3,7 +3,7 @@
 //! A token is forwarded only if its `(epoch, index)` is the next one expected. Anything else is dropped and counted,
 //! whoever says it and however often.
 
-use pilotlight_domain::Phases;
+use pilotlight_domain::{Phases, Tier};
 use pilotlight_domain::session::{FailureCode, FinishReason, Logprobs, Retry, SessionEvent, TokenId, Usage};
 
 /// Prompt ids, ids forwarded, and the epoch: what a replay needs.
@@ -24,6 +24,7 @@ pub(crate) enum Step {
     Accepted {
         device: String,
         waited: Phases,
+        from: Option<Tier>,
     },
     /// The next token.
     Forward {
@@ -57,10 +58,10 @@ impl SessionLog {
     pub(crate) fn on(&mut self, event: SessionEvent) -> Step {
         match event {
             SessionEvent::Accepted { .. } if self.accepted => Step::Broken("accepted twice"),
-            SessionEvent::Accepted { prompt_ids, device, numerics: _, waited } => {
+            SessionEvent::Accepted { prompt_ids, device, numerics: _, waited, from } => {
                 self.accepted = true;
                 self.prompt_ids = prompt_ids;
-                Step::Accepted { device, waited }
+                Step::Accepted { device, waited, from }
             }
             SessionEvent::Failed { code, message, retry } => Step::Failed { code, message, retry },
             _ if !self.accepted => Step::Broken("events before `accepted`"),
@@ -101,6 +102,7 @@ mod tests {
             device: "cpu".into(),
             numerics: "c".into(),
             waited: Phases::default(),
+            from: None,
         }
     }
 

@@ -117,8 +117,8 @@ impl FakeSession {
     }
 
     pub(crate) async fn accept(&self, waited: Phases) {
-        let prompt_ids = vec![1, 2, 3];
-        self.say(&SessionEvent::Accepted { prompt_ids, device: "cpu".into(), numerics: "c".into(), waited })
+        let (prompt_ids, from) = (vec![1, 2, 3], Some(pilotlight_domain::Tier::Disk));
+        self.say(&SessionEvent::Accepted { prompt_ids, device: "cpu".into(), numerics: "c".into(), waited, from })
             .await;
     }
 

@@ -2,7 +2,7 @@
 
 use pilotlight_domain::replica::Cause;
 use pilotlight_domain::{ByteCount, Phase, Tier};
-use pilotlight_engine::protocol::ToWorker;
+use pilotlight_engine::protocol::{ModelKey, ToWorker};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
@@ -11,7 +11,7 @@ use super::{
 };
 use crate::failure::Failure;
 use crate::kv::{KvNeed, kv_need};
-use crate::tiers::host::{Admission, Refusal};
+use crate::tiers::host::{Admission, KvChunks, Refusal};
 use crate::tiers::policy::NoRoom;
 use crate::workers::{Gone, ModelEvent, ModelLink, Worker};
 
@@ -139,6 +139,7 @@ impl ReplicaTask {
         };
         let path = path_name(self.fetched, admission.resident);
         self.talk.status.update(|status| status.path = path.as_str().into());
+        self.face.starts_from(path);
         if admission.resident {
             node.board.metrics().hit(Tier::Host);
             self.face.turn(Some(Phase::Warm));
@@ -173,14 +174,7 @@ impl ReplicaTask {
             // The node stops; the process ends before anybody looks.
             return std::future::pending().await;
         };
-        let model = worker.new_model();
-        let load = ToWorker::Load {
-            model,
-            folder: self.node.disk.path(disk.lease.digest()),
-            files: served.copy.files.to_vec(),
-            kv_chunks: served.kv.iter().flat_map(|kv| kv.numbers()).collect(),
-            context_tokens_max: self.talk.order.context_tokens_max,
-        };
+        let (model, load) = self.load_message(worker, disk, served);
         let Ok(mut link) = life.load(model, load).await else {
             life.dead.cancelled().await;
             return Attempt::Died;
@@ -232,6 +226,18 @@ impl ReplicaTask {
                 }
             }
         }
+    }
+
+    fn load_message(&self, worker: &Worker, disk: &OnDisk, served: &Served) -> (ModelKey, ToWorker) {
+        let model = worker.new_model();
+        let load = ToWorker::Load {
+            model,
+            folder: self.node.disk.path(disk.lease.digest()),
+            files: served.copy.files.to_vec(),
+            kv_chunks: served.kv.iter().flat_map(KvChunks::numbers).collect(),
+            context_tokens_max: self.talk.order.context_tokens_max,
+        };
+        (model, load)
     }
 
     fn ready(&mut self, worker: Worker, link: ModelLink, disk: OnDisk, mut served: Served, slots: u32) {
