@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use k8s_openapi::api::coordination::v1::Lease;
 use pilotlight_api::model::Resolved;
 use pilotlight_api::{Model, ModelNode, ModelReplica};
-use pilotlight_domain::view::View;
+use pilotlight_domain::view::{ModelEntry, NodeEntry, View};
 use pilotlight_domain::{ModelName, NodeName, Timestamp};
 use pilotlight_store::Reflected;
 
@@ -140,7 +140,7 @@ impl Index {
     /// What is known of a model's checkpoint: from an agent that read its headers, else from the Model's own status.
     pub(crate) fn resolved(&self, name: &ModelName, model: &Model) -> Option<Resolved> {
         let entry = self.view.model(name);
-        let replicas = entry.into_iter().flat_map(|entry| entry.replicas());
+        let replicas = entry.into_iter().flat_map(ModelEntry::replicas);
         let told = replicas.filter_map(|(slot, _)| self.replica(name, &self.view.node(slot).name));
         let fresh = told
             .filter(|replica| replica.spec.source_uri == model.spec.source.uri)
@@ -322,7 +322,7 @@ impl Index {
         let Some(node) = self.nodes.get(name) else { return Touched::new() };
         let alive = self.life.is_alive(name, node, now);
         let facts = convert::node_facts(node, alive);
-        let before = self.view.node_named(name).map(pilotlight_domain::view::NodeEntry::state);
+        let before = self.view.node_named(name).map(NodeEntry::state);
         if before == Some(facts.state) {
             return Touched::new();
         }

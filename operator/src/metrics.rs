@@ -100,9 +100,13 @@ impl Metrics {
 
     /// Shows a model's phase and counts; `None` when it is gone.
     pub(crate) fn model(&self, shown: &mut Shown, name: &ModelName, status: Option<&ModelStatus>) {
-        if let Some((phase, [model, namespace])) = shown.models.remove(name) {
-            let _not_there = self.phase.remove_label_values(&[&model, &namespace, &phase]);
-            for kind in ["desired", "ready", "ordered"] {
+        let phase = status.map(|status| phase_name(status.phase));
+        // A gauge that goes on is not taken away in between: a scrape may come at any moment.
+        if let Some((before, [model, namespace])) = shown.models.remove(name) {
+            if phase != Some(before.as_str()) {
+                let _not_there = self.phase.remove_label_values(&[&model, &namespace, &before]);
+            }
+            for kind in ["desired", "ready", "ordered"].into_iter().filter(|_| status.is_none()) {
                 let _not_there = self.replicas.remove_label_values(&[&model, &namespace, kind]);
             }
         }

@@ -147,8 +147,8 @@ struct Service {
 
 /// One thing that happened.
 enum Happened {
-    Models(Reflected<Model>),
-    Replicas(Reflected<ModelReplica>),
+    Models(Box<Reflected<Model>>),
+    Replicas(Box<Reflected<ModelReplica>>),
     Nodes(Reflected<ModelNode>),
     Leases(Reflected<Lease>),
     Ask(Ask),
@@ -159,8 +159,12 @@ enum Happened {
 impl Service {
     async fn run(mut self, mut asks: mpsc::Receiver<Ask>, stop: &Stop) {
         let mut watches = futures::stream::select_all([
-            reflect::<Model>(self.store.clone(), Filter::all()).map(Happened::Models).boxed(),
-            reflect::<ModelReplica>(self.store.clone(), Filter::all()).map(Happened::Replicas).boxed(),
+            reflect::<Model>(self.store.clone(), Filter::all())
+                .map(|told| Happened::Models(Box::new(told)))
+                .boxed(),
+            reflect::<ModelReplica>(self.store.clone(), Filter::all())
+                .map(|told| Happened::Replicas(Box::new(told)))
+                .boxed(),
             reflect::<ModelNode>(self.store.clone(), Filter::all()).map(Happened::Nodes).boxed(),
             reflect::<Lease>(self.store.clone(), Filter::namespace(LEASE_NAMESPACE))
                 .map(Happened::Leases)
@@ -211,10 +215,10 @@ impl Service {
     fn take_up(&mut self, happened: Happened) {
         let now = self.clock.now();
         let touched = match happened {
-            Happened::Models(told) => self.index.on_models(told),
+            Happened::Models(told) => self.index.on_models(*told),
             Happened::Replicas(told) => {
                 self.agenda.touch_waiting();
-                self.index.on_replicas(told, now)
+                self.index.on_replicas(*told, now)
             }
             Happened::Nodes(told) => {
                 let touched = self.index.on_nodes(told, now);

@@ -11,7 +11,7 @@ use pilotlight_api::{Condition, ConditionKind, Model, ModelPhase, ModelStatus, R
 use pilotlight_domain::plan::Outlook;
 use pilotlight_domain::replica::{Cause, Replica};
 use pilotlight_domain::view::{Device, Hold, ModelEntry, NodeState, Placed, View};
-use pilotlight_domain::{ModelName, Tier, Timestamp};
+use pilotlight_domain::{Bandwidth, ModelName, Tier, Timestamp};
 use pilotlight_kit::clock::{parse_rfc3339, rfc3339};
 
 pub(crate) use costs::Costs;
@@ -266,7 +266,7 @@ fn download(facts: &Facts<'_>) -> Option<Download> {
         _ => None,
     })?;
     let node = facts.view().node_named(&node.parse().ok()?)?;
-    let rate = node.facts.as_ref().and_then(|facts| facts.disk.bandwidth).map_or(0.0, |rate| rate.get());
+    let rate = node.facts.as_ref().and_then(|facts| facts.disk.bandwidth).map_or(0.0, Bandwidth::get);
     let left = progress.total.saturating_sub(progress.done).get() as f64;
     Some(Download {
         bytes_done: progress.done.get(),

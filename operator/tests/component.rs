@@ -1,4 +1,5 @@
 //! The operator on the embedded store, with tests in the place of agents and routers.
+#![expect(clippy::unwrap_used, reason = "a failed test is what they are for")]
 
 mod cluster;
 

@@ -7,7 +7,8 @@ use std::collections::BTreeSet;
 use crate::plan::{Order, Plan, Step};
 use crate::replica::Replica;
 use crate::view::{
-    Accelerator, Claim, Device, DeviceFacts, Hold, ModelEntry, ModelFacts, NodeFacts, NodeState, Placed, View,
+    Accelerator, Claim, Device, DeviceFacts, Hold, ModelEntry, ModelFacts, NodeEntry, NodeFacts, NodeState,
+    Placed, View,
 };
 use crate::{ByteCount, Generation, ModelName, NodeName, Timestamp};
 
@@ -75,7 +76,7 @@ fn raises(view: &View, step: &Step) -> bool {
 
 fn check_order(view: &View, order: &Order) -> Option<String> {
     let before = view.replica(&order.model, &order.node);
-    let state = view.node_named(&order.node).map_or(NodeState::Lost, |node| node.state());
+    let state = view.node_named(&order.node).map_or(NodeState::Lost, NodeEntry::state);
     let served = before.is_some_and(|placed| placed.hold.serves());
     if served && !order.hold.serves() && order.drain_deadline.is_none() {
         return Some("stops serving without a deadline".into());

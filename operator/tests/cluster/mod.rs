@@ -51,9 +51,16 @@ pub(crate) fn report(models: &[(&str, u32, u32)]) -> DemandReport {
 }
 
 fn start(store: &Arc<EmbeddedStore>, clock: &Arc<ManualClock>) -> (Handle, Stop, JoinHandle<()>) {
+    start_as(store, clock, Config::single())
+}
+
+fn start_as(
+    store: &Arc<EmbeddedStore>,
+    clock: &Arc<ManualClock>,
+    config: Config,
+) -> (Handle, Stop, JoinHandle<()>) {
     let store: Arc<dyn ClusterStore> = store.clone();
-    let operator =
-        Operator::new(store, clock.clone(), Config::single(), &prometheus::Registry::new()).unwrap();
+    let operator = Operator::new(store, clock.clone(), config, &prometheus::Registry::new()).unwrap();
     let (handle, stop) = (operator.handle(), Stop::new());
     let task = tokio::spawn(operator.run(stop.clone()));
     (handle, stop, task)
