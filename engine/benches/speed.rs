@@ -53,15 +53,32 @@ const SHAPES: [Shape; 3] = [
     },
 ];
 
+/// Tensors begin at cache lines, as in our own checkpoints.
+struct Aligned {
+    bytes: Vec<u8>,
+    at: usize,
+    len: usize,
+}
+
+impl AsRef<[u8]> for Aligned {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes[self.at..self.at + self.len]
+    }
+}
+
 /// A model with random bf16 weights, and its one block of memory.
 fn random_model(config: &str) -> (Model, WeightOwner) {
     let config = ModelConfig::parse(config.as_bytes()).expect("the shapes above are right");
     let (h, f, d) = (config.hidden, config.intermediate, config.head_dim);
     let (q, kv) = (config.heads * d, config.kv_heads * d);
-    let mut tensors: Vec<(String, Vec<usize>)> =
-        vec![("model.embed_tokens.weight".into(), vec![config.vocab, h]), ("model.norm.weight".into(), vec![h])];
+    let mut tensors: Vec<(String, Vec<usize>)> = vec![
+        ("model.embed_tokens.weight".into(), vec![config.vocab, h]),
+        ("model.norm.weight".into(), vec![h]),
+    ];
     for i in 0..config.layers {
-        let mut add = |name: &str, shape: &[usize]| tensors.push((format!("model.layers.{i}.{name}.weight"), shape.into()));
+        let mut add = |name: &str, shape: &[usize]| {
+            tensors.push((format!("model.layers.{i}.{name}.weight"), shape.into()));
+        };
         for (name, shape) in [
             ("input_layernorm", &[h][..]),
             ("self_attn.q_proj", &[q, h]),
@@ -83,15 +100,15 @@ fn random_model(config: &str) -> (Model, WeightOwner) {
     let total: usize = tensors.iter().map(|(_, s)| s.iter().product::<usize>()).sum();
     // Small numbers of either sign: bf16 between 2^-7 and 2^-5.
     let mut state = 0x9e37_79b9_7f4a_7c15u64;
-    let mut bytes = Vec::with_capacity(total * 2 + 8);
-    while bytes.len() < total * 2 {
+    let mut bytes = Vec::with_capacity(total * 2 + 80);
+    while bytes.len() < total * 2 + 64 {
         state ^= state << 13;
         state ^= state >> 7;
         state ^= state << 17;
         bytes.extend(((state & 0x80ff_80ff_80ff_80ff) | 0x3c00_3c00_3c00_3c00).to_le_bytes());
     }
-    bytes.truncate(total * 2);
-    let owner: WeightOwner = Arc::new(bytes);
+    bytes.truncate(total * 2 + 64);
+    let owner: WeightOwner = Arc::new(Aligned { at: bytes.as_ptr().align_offset(64), len: total * 2, bytes });
     let mut weights = Weights::new();
     let mut at = 0;
     for (name, shape) in &tensors {
@@ -160,7 +177,7 @@ fn measure(shape: &Shape, sets: &[KernelSet], threads: usize, rounds: usize) {
         kv.add(KvRegion::heap(kv.layout().page_bytes() * (PROMPT / 16 + BATCH * 4)));
         let mut table: [Vec<f64>; 5] = Default::default();
         for _ in 0..rounds {
-            let bandwidth = probe::read_bandwidth(cpu.pool(), &[bytes], 1);
+            let bandwidth = probe::read_bandwidth(cpu.pool(), *set, &[bytes], 1);
             let peak = probe::multiply_add_peak(cpu.pool(), *set, WeightDtype::Bf16, 2);
             let [prefill, single, several] = round(&mut cpu, &model, &mut kv, shape.steps);
             for (column, value) in table.iter_mut().zip([bandwidth, peak, prefill, single, several]) {
@@ -172,15 +189,25 @@ fn measure(shape: &Shape, sets: &[KernelSet], threads: usize, rounds: usize) {
         let computed = flops / prefill;
         println!(
             "{:12} {:10} prefill {:7.1} tok/s = {:6.1} of {:6.1} GFLOP/s = {:.2} of peak   decode {:6.2} tok/s = {:5.1} of {:5.1} GB/s = {:.2} of bandwidth   batch {BATCH} {:7.1} tok/s",
-            shape.name, set.name(), PROMPT as f64 / prefill, computed / 1e9, peak / 1e9, computed / peak,
-            1.0 / single, read / 1e9, bandwidth / 1e9, read / bandwidth, BATCH as f64 / several,
+            shape.name,
+            set.name(),
+            PROMPT as f64 / prefill,
+            computed / 1e9,
+            peak / 1e9,
+            computed / peak,
+            1.0 / single,
+            read / 1e9,
+            bandwidth / 1e9,
+            read / bandwidth,
+            BATCH as f64 / several,
         );
     }
 }
 
 fn main() {
     let words: Vec<String> = std::env::args().skip(1).filter(|a| !a.starts_with("--")).collect();
-    let mut sets: Vec<KernelSet> = words.iter().filter_map(|w| w.parse().ok()).filter(|s: &KernelSet| s.is_available()).collect();
+    let mut sets: Vec<KernelSet> =
+        words.iter().filter_map(|w| w.parse().ok()).filter(|s: &KernelSet| s.is_available()).collect();
     if sets.is_empty() {
         sets = KernelSet::available().into_iter().filter(|s| *s != KernelSet::Scalar).collect();
     }

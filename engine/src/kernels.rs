@@ -70,7 +70,11 @@ impl KernelSet {
     /// Whether this machine can run it.
     #[cfg(target_arch = "x86_64")]
     pub fn is_available(self) -> bool {
-        let avx2 = || is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
+        let avx2 = || {
+            is_x86_feature_detected!("avx2")
+                && is_x86_feature_detected!("fma")
+                && is_x86_feature_detected!("f16c")
+        };
         let avx512 = || {
             avx2()
                 && is_x86_feature_detected!("avx512f")
@@ -119,7 +123,10 @@ pub enum KernelError {
 impl FromStr for KernelSet {
     type Err = KernelError;
     fn from_str(name: &str) -> Result<Self, KernelError> {
-        Self::ALL.into_iter().find(|s| s.name() == name).ok_or_else(|| KernelError::Unknown { name: name.into() })
+        Self::ALL
+            .into_iter()
+            .find(|s| s.name() == name)
+            .ok_or_else(|| KernelError::Unknown { name: name.into() })
     }
 }
 

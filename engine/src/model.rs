@@ -70,8 +70,9 @@ impl Model {
         } else {
             weights.get("lm_head.weight", &[config.vocab, config.hidden])?
         };
-        let layers =
-            (0..config.layers).map(|i| layer(&config, weights, i)).collect::<Result<Vec<_>, WeightError>>()?;
+        let layers = (0..config.layers)
+            .map(|i| layer(&config, weights, i))
+            .collect::<Result<Vec<_>, WeightError>>()?;
         Ok(Model {
             embedding,
             layers,
@@ -91,14 +92,16 @@ impl Model {
 fn layer(config: &ModelConfig, weights: &Weights, index: usize) -> Result<Layer, WeightError> {
     let at = |name: &str| format!("model.layers.{index}.{name}");
     let norm = |name: &str, width: usize| weights.get(&at(name), &[width]);
-    let projection = |name: &str, rows: usize, columns: usize, bias: bool| -> Result<Projection, WeightError> {
-        let weight = weights.get(&at(&format!("{name}.weight")), &[rows, columns])?;
-        let bias = if bias { Some(weights.get(&at(&format!("{name}.bias")), &[rows])?) } else { None };
-        Ok(Projection { weight, bias })
-    };
+    let projection =
+        |name: &str, rows: usize, columns: usize, bias: bool| -> Result<Projection, WeightError> {
+            let weight = weights.get(&at(&format!("{name}.weight")), &[rows, columns])?;
+            let bias = if bias { Some(weights.get(&at(&format!("{name}.bias")), &[rows])?) } else { None };
+            Ok(Projection { weight, bias })
+        };
     let (hidden, mlp) = (config.hidden, config.intermediate);
     let (q, kv) = (config.heads * config.head_dim, config.kv_heads * config.head_dim);
-    let head_norm = |name: &str| if config.qk_norm { norm(name, config.head_dim).map(Some) } else { Ok(None) };
+    let head_norm =
+        |name: &str| if config.qk_norm { norm(name, config.head_dim).map(Some) } else { Ok(None) };
     Ok(Layer {
         input_norm: norm("input_layernorm.weight", hidden)?,
         q: projection("self_attn.q_proj", q, hidden, config.qkv_bias)?,

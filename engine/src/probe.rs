@@ -13,29 +13,23 @@ use crate::weights::WeightDtype;
 /// Bytes that a thread reads at a time.
 const PIECE: usize = 1 << 20;
 
-/// The best rate, in bytes per second, at which all threads together read `memory`, over some rounds.
+/// The best rate, in bytes per second, at which all threads together read `memory` with the set's loads, over
+/// some rounds.
 ///
 /// `memory` should be several times the last-level cache, for example a model's weights.
-pub fn read_bandwidth(threads: &mut ThreadPool, memory: &[&[u8]], rounds: usize) -> f64 {
+///
+/// # Panics
+/// If this machine cannot run the set.
+pub fn read_bandwidth(threads: &mut ThreadPool, set: KernelSet, memory: &[&[u8]], rounds: usize) -> f64 {
+    let ops = Ops::of(set).expect("the caller runs this set");
     let pieces: Vec<&[u8]> = memory.iter().flat_map(|m| m.chunks(PIECE)).collect();
     let bytes: usize = pieces.iter().map(|p| p.len()).sum();
     best(rounds, || {
         threads.run_many(pieces.len(), |i, _| {
-            black_box(read(pieces[i]));
+            black_box(ops.read(pieces[i]));
         });
         bytes as f64
     })
-}
-
-/// Touches every word. Eight independent sums, so that it waits for memory and nothing else.
-fn read(bytes: &[u8]) -> u64 {
-    let mut sums = [0u64; 8];
-    for line in bytes.chunks_exact(64) {
-        for (sum, word) in sums.iter_mut().zip(line.chunks_exact(8)) {
-            *sum ^= u64::from_ne_bytes([word[0], word[1], word[2], word[3], word[4], word[5], word[6], word[7]]);
-        }
-    }
-    sums.iter().fold(0, |a, b| a ^ b)
 }
 
 /// The best rate, in multiplications and additions per second, of the multiply-add instruction that a kernel set uses
@@ -78,7 +72,7 @@ mod tests {
     fn rates_are_of_a_plausible_size() {
         let mut threads = ThreadPool::new(1).unwrap();
         let memory = vec![1u8; 4 << 20];
-        let bandwidth = read_bandwidth(&mut threads, &[&memory], 2);
+        let bandwidth = read_bandwidth(&mut threads, KernelSet::best(), &[&memory], 2);
         assert!((1e8..1e13).contains(&bandwidth), "{bandwidth}");
         for set in KernelSet::available() {
             let peak = multiply_add_peak(&mut threads, set, WeightDtype::Bf16, 1);

@@ -131,7 +131,13 @@ impl Sampler {
     /// Chooses token number `index` (counted from 0 over the whole generation) from the model's logits.
     ///
     /// `logits` must not be empty.
-    pub fn sample(&self, logits: &[f32], history: &History, index: u64, scratch: &mut SampleScratch) -> Sampled {
+    pub fn sample(
+        &self,
+        logits: &[f32],
+        history: &History,
+        index: u64,
+        scratch: &mut SampleScratch,
+    ) -> Sampled {
         scratch.logits.clear();
         scratch.logits.extend_from_slice(logits);
         self.adjust(&mut scratch.logits, history);
@@ -151,7 +157,11 @@ impl Sampler {
             // Each token by itself: the map's order does not matter.
             for (id, count) in &history.counts {
                 let Some(logit) = logits.get_mut(*id as usize) else { continue };
-                *logit = if *logit > 0.0 { *logit / self.repetition_penalty } else { *logit * self.repetition_penalty };
+                *logit = if *logit > 0.0 {
+                    *logit / self.repetition_penalty
+                } else {
+                    *logit * self.repetition_penalty
+                };
                 if *count > 0 {
                     *logit -= self.frequency_penalty * *count as f32 + self.presence_penalty;
                 }
@@ -180,7 +190,8 @@ impl Sampler {
             _ => 0.0,
         }));
         let floor = f64::from(self.min_p);
-        if self.top_k == 0 && !(self.top_p < 1.0) {
+        let nucleus = self.top_p < 1.0;
+        if self.top_k == 0 && !nucleus {
             if floor > 0.0 {
                 weights.iter_mut().filter(|w| **w < floor).for_each(|w| *w = 0.0);
             }
@@ -200,7 +211,9 @@ impl Sampler {
         };
         let by_weight =
             |a: &TokenId, b: &TokenId| weights[*b as usize].total_cmp(&weights[*a as usize]).then(a.cmp(b));
-        if !(self.top_p < 1.0) {
+        // Also when it is no number.
+        let nucleus = self.top_p < 1.0;
+        if !nucleus {
             top(order, weights.len(), limit, by_weight);
             return limit;
         }

@@ -66,7 +66,9 @@ impl WeightDtype {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum WeightError {
     /// The model needs it and the checkpoint has none of that name.
-    #[error("tensor `{name}` is missing from the checkpoint; is it complete and of the architecture its config.json says?")]
+    #[error(
+        "tensor `{name}` is missing from the checkpoint; is it complete and of the architecture its config.json says?"
+    )]
     Missing {
         /// Its name.
         name: String,
@@ -82,7 +84,9 @@ pub enum WeightError {
         expected: Vec<usize>,
     },
     /// Elements of a kind that the engine cannot compute with.
-    #[error("tensor `{name}` has dtype {dtype}; this engine computes with BF16, F16 and F32: convert the checkpoint")]
+    #[error(
+        "tensor `{name}` has dtype {dtype}; this engine computes with BF16, F16 and F32: convert the checkpoint"
+    )]
     Dtype {
         /// Its name.
         name: String,
@@ -271,9 +275,14 @@ mod tests {
     fn what_does_not_fit_is_refused_by_name() {
         let bytes = owner(&[0; 16]);
         let mut weights = Weights::new();
-        for (shape, range) in [(&[4usize, 2][..], 0..15), (&[4, 4], 0..32), (&[usize::MAX, 4], 0..16), (&[1], 18..20)] {
+        for (shape, range) in
+            [(&[4usize, 2][..], 0..15), (&[4, 4], 0..32), (&[usize::MAX, 4], 0..16), (&[1], 18..20)]
+        {
             let error = weights.insert("w", "BF16", shape, &bytes, range).unwrap_err();
-            assert!(matches!(error, WeightError::Bytes { .. }) && error.to_string().contains("`w`"), "{error}");
+            assert!(
+                matches!(error, WeightError::Bytes { .. }) && error.to_string().contains("`w`"),
+                "{error}"
+            );
         }
         weights.insert("w", "BF16", &[4, 2], &bytes, 0..16).unwrap();
         assert!(matches!(weights.insert("w", "F32", &[4], &bytes, 0..16), Err(WeightError::Twice { .. })));
@@ -295,6 +304,9 @@ mod tests {
         weights.insert("w", "F16", &[4], &owner, 1..9).unwrap();
         let mut out = [0f32; 3];
         weights.get("w", &[4]).unwrap().widen(1, &mut out);
-        assert_eq!(out.map(f32::to_bits), [values[1], values[2], values[3]].map(|v| half::f16::from_f32(v).to_f32().to_bits()));
+        assert_eq!(
+            out.map(f32::to_bits),
+            [values[1], values[2], values[3]].map(|v| half::f16::from_f32(v).to_f32().to_bits())
+        );
     }
 }

@@ -1,4 +1,5 @@
 //! Logits against Hugging Face transformers in f32, for every family and every kernel set that this machine can run.
+#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "tests")]
 
 mod common;
 
@@ -30,7 +31,10 @@ fn check(case: &Case, cpu: &mut Cpu) {
     for (k, margin) in case.margins.iter().enumerate() {
         if *margin > 2.0 * error {
             let chosen = greedy(&got[case.prompt.len() - 1 + k]);
-            assert_eq!(chosen, case.continuation[k], "{name} {set}: token {k}, margin {margin}, error {error}");
+            assert_eq!(
+                chosen, case.continuation[k],
+                "{name} {set}: token {k}, margin {margin}, error {error}"
+            );
         }
     }
     println!("{name:16} {set:10} cosine ≥ {worst:.6}, error ≤ {error:.5}");

@@ -1,4 +1,5 @@
 //! A row's bits depend on its sequence alone: not on the batch, the cut into steps, the threads, or how it came to be.
+#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "tests")]
 
 mod common;
 
@@ -132,7 +133,8 @@ fn a_truncated_sequence_goes_on_as_if_it_had_never_been_longer() {
         kv.truncate(seq, 33);
         let got = cpu.step(&case.model, &mut kv, &rows(seq, 33, &case.prompt[33..])).unwrap();
         let got: Vec<_> = got.iter().map(bits).collect();
-        let want: Vec<_> = run(cpu, &case.model, &case.prompt, &[512])[33..].iter().map(|l| bits(l)).collect();
+        let want: Vec<_> =
+            run(cpu, &case.model, &case.prompt, &[512])[33..].iter().map(|l| bits(l)).collect();
         assert!(got == want, "{}", cpu.kernels());
     }
 }

@@ -3,6 +3,7 @@
 //! A query is one head of one row, and sees positions `from .. to`. For each page, in order: 16 scores at a time (a
 //! lane is a position, summed over dimensions in order), the running maximum, the weights, then values added in order
 //! of position. A query's bits depend on itself and its positions alone; the queries of a tile share loads, not sums.
+#![expect(clippy::needless_range_loop, reason = "register tiles are indexed, so that they unroll")]
 
 use super::pointwise::exp;
 use super::simd::Simd;

@@ -2,7 +2,9 @@
 //!
 //! The same loops as in `linear`, with 32 elements to a vector: a lane sums pairs of neighbours.
 #![cfg(target_arch = "x86_64")]
+#![expect(clippy::needless_range_loop, reason = "register tiles are indexed, so that they unroll")]
 
+#[allow(clippy::wildcard_imports, reason = "instructions: their names say where they are from")]
 use std::arch::x86_64::*;
 use std::mem::transmute;
 
@@ -24,36 +26,50 @@ const ROWS: usize = 6;
 /// AVX512-BF16; `dtype` must be bf16 and `x_bf16` valid; else as for `linear::product`.
 #[inline(always)]
 pub(crate) unsafe fn product(p: &Product) {
-    let mut k0 = 0;
-    while k0 < p.k {
-        let depth = (p.k - k0).min(BLOCK);
-        let mut n0 = 0;
-        while n0 < p.columns {
-            let count = (p.columns - n0).min(NR);
-            // SAFETY: column `n0 + min(i, count - 1)` is in the range; `k0 + depth <= k` stays in its row.
-            unsafe {
-                let first = p.weights.cast::<u16>().add(n0 * p.k + k0);
-                let at = |i: usize| first.add(i.min(count - 1) * p.k);
-                let w = [at(0), at(1), at(2), at(3)];
-                let mut r = 0;
-                while r < p.rows {
-                    let rows = (p.rows - r).min(ROWS);
-                    let x = p.x_bf16.add(r * p.x_stride + k0);
-                    let out = p.out.add(r * p.columns + n0);
-                    match rows {
-                        1 => tile::<1>(p, x, w, depth, out, count, k0 == 0),
-                        2 => tile::<2>(p, x, w, depth, out, count, k0 == 0),
-                        3 => tile::<3>(p, x, w, depth, out, count, k0 == 0),
-                        4 => tile::<4>(p, x, w, depth, out, count, k0 == 0),
-                        5 => tile::<5>(p, x, w, depth, out, count, k0 == 0),
-                        _ => tile::<6>(p, x, w, depth, out, count, k0 == 0),
-                    }
-                    r += rows;
-                }
+    if p.rows <= ROWS {
+        // Few rows wait for memory: each panel is read to the end of K, in the order that it lies in.
+        for n0 in (0..p.columns).step_by(NR) {
+            for k0 in (0..p.k).step_by(BLOCK) {
+                // SAFETY: passed on to the caller.
+                unsafe { rows_of_panel(p, n0, k0) };
             }
-            n0 += NR;
         }
-        k0 += BLOCK;
+    } else {
+        for k0 in (0..p.k).step_by(BLOCK) {
+            for n0 in (0..p.columns).step_by(NR) {
+                // SAFETY: passed on to the caller.
+                unsafe { rows_of_panel(p, n0, k0) };
+            }
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn rows_of_panel(p: &Product, n0: usize, k0: usize) {
+    let depth = (p.k - k0).min(BLOCK);
+    let count = (p.columns - n0).min(NR);
+    // SAFETY: column `n0 + min(i, count - 1)` is in the range; `k0 + depth <= k` stays in its row.
+    unsafe {
+        let start = p.weights.cast::<u16>().add(n0 * p.k + k0);
+        let at = |i: usize| start.add(i.min(count - 1) * p.k);
+        let w = [at(0), at(1), at(2), at(3)];
+        let mut r = 0;
+        while r < p.rows {
+            let rows = (p.rows - r).min(ROWS);
+            let x = p.x_bf16.add(r * p.x_stride + k0);
+            let out = p.out.add(r * p.columns + n0);
+            let first = k0 == 0;
+            match rows {
+                1 => tile::<1, true>(p, x, w, depth, out, count, first),
+                2 => tile::<2, true>(p, x, w, depth, out, count, first),
+                3 => tile::<3, true>(p, x, w, depth, out, count, first),
+                4 => tile::<4, true>(p, x, w, depth, out, count, first),
+                5 => tile::<5, true>(p, x, w, depth, out, count, first),
+                _ if r == 0 => tile::<6, true>(p, x, w, depth, out, count, first),
+                _ => tile::<6, false>(p, x, w, depth, out, count, first),
+            }
+            r += rows;
+        }
     }
 }
 
@@ -63,8 +79,9 @@ unsafe fn load(p: *const u16) -> __m512bh {
     unsafe { transmute(_mm512_loadu_si512(p.cast())) }
 }
 
+/// `AHEAD` fetches the next panel into the cache: rows end before the processor's own prefetching has learnt them.
 #[inline(always)]
-unsafe fn tile<const R: usize>(
+unsafe fn tile<const R: usize, const AHEAD: bool>(
     p: &Product,
     x: *const u16,
     w: [*const u16; NR],
@@ -80,6 +97,12 @@ unsafe fn tile<const R: usize>(
         let mut k = 0;
         while k < whole {
             let wv = [load(w[0].add(k)), load(w[1].add(k)), load(w[2].add(k)), load(w[3].add(k))];
+            if AHEAD {
+                for w in w {
+                    // Beyond the last panel this is an address like any other: a hint never faults.
+                    _mm_prefetch::<_MM_HINT_T0>(w.wrapping_add(NR * p.k + k).cast());
+                }
+            }
             for r in 0..R {
                 let xv = load(x.add(r * p.x_stride + k));
                 for n in 0..NR {
@@ -91,7 +114,8 @@ unsafe fn tile<const R: usize>(
         if whole < depth {
             let mask = (1u32 << (depth - whole)) - 1;
             for n in 0..NR {
-                let wv = transmute::<__m512i, __m512bh>(_mm512_maskz_loadu_epi16(mask, w[n].add(whole).cast()));
+                let wv =
+                    transmute::<__m512i, __m512bh>(_mm512_maskz_loadu_epi16(mask, w[n].add(whole).cast()));
                 for r in 0..R {
                     acc[r][n] = _mm512_dpbf16_ps(acc[r][n], load(x.add(r * p.x_stride + whole)), wv);
                 }

@@ -4,13 +4,14 @@
 //! in it, so a row's bits are the same in both:
 //!
 //! ```text
-//! for block of K            1024 elements in f32, 2048 in bf16: lane sums, then one tree across lanes
+//! for block of K            512 elements in f32, 2048 in bf16: lane sums, then one tree across lanes
 //!   for panel of 4 weights  f32 sets widen it once if it serves many rows; it stays in L1
 //!     for tile of rows      up to 6: 4 × 6 accumulators live in registers
 //! ```
 //!
 //! Weights stay where and as they are (row-major, bf16, f16 or f32, any alignment). Activations are ours: rows are
 //! padded with zeros to a multiple of [`PAD`] elements, so only weights need care at the end of a row.
+#![expect(clippy::needless_range_loop, reason = "register tiles are indexed, so that they unroll")]
 
 use super::simd::{NR, Simd};
 use crate::weights::WeightDtype;
@@ -19,7 +20,13 @@ use crate::weights::WeightDtype;
 pub(crate) const PAD: usize = 32;
 
 /// Elements of K in one block, f32 kernels. Changing it changes bits: raise the kernel version.
-pub(crate) const BLOCK_F32: usize = 1024;
+pub(crate) const BLOCK_F32: usize = 512;
+
+/// Panels that share a tile of rows while that lies in L1: 2 × 4 rows × 512 × 4 bytes = 16 KiB, beside 12 KiB of rows.
+const PANELS: usize = 2;
+
+/// Elements of scratch that a product wants for widened panels.
+pub(crate) const PANEL_ELEMENTS: usize = PANELS * NR * BLOCK_F32;
 
 /// One product for a range of weight rows, into a dense tile of the caller's.
 pub(crate) struct Product {
@@ -38,7 +45,7 @@ pub(crate) struct Product {
     pub rows: usize,
     /// `[rows][columns]`, overwritten.
     pub out: *mut f32,
-    /// Room for `NR * BLOCK_F32` elements.
+    /// Room for [`PANEL_ELEMENTS`].
     pub panel: *mut f32,
 }
 
@@ -98,38 +105,78 @@ pub(crate) unsafe fn product<S: Simd>(p: &Product) {
     }
 }
 
+/// Up to four weight rows: where they begin in this block of K, and which columns of the tile they make.
+#[derive(Clone, Copy)]
+struct Panel {
+    rows: [*const u8; NR],
+    n0: usize,
+    count: usize,
+}
+
 #[inline(always)]
 unsafe fn blocks<S: Simd, E: Element>(p: &Product) {
-    let row_bytes = p.k * E::BYTES;
-    // Widening pays as soon as a panel is used twice.
-    let widen = E::BYTES == 2 && p.rows > S::ROWS;
+    if p.rows <= S::ROWS {
+        // Few rows wait for memory: each panel is read to the end of K, in the order that it lies in.
+        for n0 in (0..p.columns).step_by(NR) {
+            for k0 in (0..p.k).step_by(BLOCK_F32) {
+                // SAFETY: passed on to the caller.
+                unsafe {
+                    let panel = panel_at::<E>(p, n0, k0);
+                    rows_of_panels::<S, E, true>(p, &[panel], k0, (p.k - k0).min(BLOCK_F32));
+                }
+            }
+        }
+        return;
+    }
     let mut k0 = 0;
     while k0 < p.k {
         let depth = (p.k - k0).min(BLOCK_F32);
         let mut n0 = 0;
         while n0 < p.columns {
-            let count = (p.columns - n0).min(NR);
-            // SAFETY: column `n0 + min(i, count - 1)` is in the range; `k0 + depth <= k` stays in its row.
+            // SAFETY: passed on to the caller.
             unsafe {
-                let first = p.weights.add(n0 * row_bytes + k0 * E::BYTES);
-                let at = |i: usize| first.add(i.min(count - 1) * row_bytes);
-                let w = [at(0), at(1), at(2), at(3)];
-                if widen {
-                    let panel = widen_panel::<S, E>(p.panel, w, depth);
-                    rows_of_panel::<S, F32>(p, panel, k0, depth, n0, count);
+                let mut panels = [panel_at::<E>(p, n0, k0); PANELS];
+                let mut count = 1;
+                while count < PANELS && n0 + count * NR < p.columns {
+                    panels[count] = panel_at::<E>(p, n0 + count * NR, k0);
+                    count += 1;
+                }
+                if E::BYTES == 2 {
+                    for (i, panel) in panels[..count].iter_mut().enumerate() {
+                        panel.rows =
+                            widen_panel::<S, E>(p, p.panel.add(i * NR * BLOCK_F32), panel.rows, depth);
+                    }
+                    rows_of_panels::<S, F32, false>(p, &panels[..count], k0, depth);
                 } else {
-                    rows_of_panel::<S, E>(p, w, k0, depth, n0, count);
+                    rows_of_panels::<S, E, false>(p, &panels[..count], k0, depth);
                 }
             }
-            n0 += NR;
+            n0 += PANELS * NR;
         }
         k0 += BLOCK_F32;
     }
 }
 
+/// The panel of columns `n0 ..`, at element `k0` of each row. Columns that do not exist repeat the last.
+#[inline(always)]
+unsafe fn panel_at<E: Element>(p: &Product, n0: usize, k0: usize) -> Panel {
+    let count = (p.columns - n0).min(NR);
+    // SAFETY: column `n0 + min(i, count - 1)` is in the range, and `k0` in its row.
+    unsafe {
+        let first = p.weights.add((n0 * p.k + k0) * E::BYTES);
+        let at = |i: usize| first.add(i.min(count - 1) * p.k * E::BYTES);
+        Panel { rows: [at(0), at(1), at(2), at(3)], n0, count }
+    }
+}
+
 /// Copies `depth` elements of four weight rows to f32.
 #[inline(always)]
-unsafe fn widen_panel<S: Simd, E: Element>(panel: *mut f32, w: [*const u8; NR], depth: usize) -> [*const u8; NR] {
+unsafe fn widen_panel<S: Simd, E: Element>(
+    p: &Product,
+    panel: *mut f32,
+    w: [*const u8; NR],
+    depth: usize,
+) -> [*const u8; NR] {
     let whole = depth / S::LANES * S::LANES;
     let mut out = [std::ptr::null(); NR];
     for n in 0..NR {
@@ -138,6 +185,9 @@ unsafe fn widen_panel<S: Simd, E: Element>(panel: *mut f32, w: [*const u8; NR], 
             let row = panel.add(n * BLOCK_F32);
             let mut k = 0;
             while k < whole {
+                if k % (64 / E::BYTES) == 0 {
+                    S::fetch(w[n].wrapping_add((PANELS * NR * p.k + k) * E::BYTES));
+                }
                 S::store(row.add(k), E::load::<S>(w[n].add(k * E::BYTES)));
                 k += S::LANES;
             }
@@ -162,28 +212,29 @@ unsafe fn load_part<S: Simd, E: Element>(p: *const u8, elements: usize) -> S::V 
 }
 
 #[inline(always)]
-unsafe fn rows_of_panel<S: Simd, E: Element>(
+unsafe fn rows_of_panels<S: Simd, E: Element, const AHEAD: bool>(
     p: &Product,
-    w: [*const u8; NR],
+    panels: &[Panel],
     k0: usize,
     depth: usize,
-    n0: usize,
-    count: usize,
 ) {
     let mut r = 0;
     while r < p.rows {
         let rows = (p.rows - r).min(S::ROWS);
-        // SAFETY: rows `r .. r + rows` exist in `x` and in the tile; `n0 + count` columns too.
-        unsafe {
-            let x = p.x.add(r * p.x_stride + k0);
-            let out = p.out.add(r * p.columns + n0);
-            match rows {
-                1 => tile::<S, E, 1>(p, x, w, depth, out, count, k0 == 0),
-                2 => tile::<S, E, 2>(p, x, w, depth, out, count, k0 == 0),
-                3 => tile::<S, E, 3>(p, x, w, depth, out, count, k0 == 0),
-                4 => tile::<S, E, 4>(p, x, w, depth, out, count, k0 == 0),
-                5 => tile::<S, E, 5>(p, x, w, depth, out, count, k0 == 0),
-                _ => tile::<S, E, 6>(p, x, w, depth, out, count, k0 == 0),
+        for panel in panels {
+            // SAFETY: rows `r .. r + rows` exist in `x` and in the tile, and the panel's columns too.
+            unsafe {
+                let x = p.x.add(r * p.x_stride + k0);
+                let out = p.out.add(r * p.columns + panel.n0);
+                let (w, count) = (panel.rows, panel.count);
+                match rows {
+                    1 => tile::<S, E, 1, AHEAD>(p, x, w, depth, out, count, k0 == 0),
+                    2 => tile::<S, E, 2, AHEAD>(p, x, w, depth, out, count, k0 == 0),
+                    3 => tile::<S, E, 3, AHEAD>(p, x, w, depth, out, count, k0 == 0),
+                    4 => tile::<S, E, 4, AHEAD>(p, x, w, depth, out, count, k0 == 0),
+                    5 => tile::<S, E, 5, AHEAD>(p, x, w, depth, out, count, k0 == 0),
+                    _ => tile::<S, E, 6, AHEAD>(p, x, w, depth, out, count, k0 == 0),
+                }
             }
         }
         r += rows;
@@ -191,7 +242,7 @@ unsafe fn rows_of_panel<S: Simd, E: Element>(
 }
 
 #[inline(always)]
-unsafe fn tile<S: Simd, E: Element, const R: usize>(
+unsafe fn tile<S: Simd, E: Element, const R: usize, const AHEAD: bool>(
     p: &Product,
     x: *const f32,
     w: [*const u8; NR],
@@ -206,6 +257,12 @@ unsafe fn tile<S: Simd, E: Element, const R: usize>(
         let whole = depth / S::LANES * S::LANES;
         let mut k = 0;
         while k < whole {
+            if AHEAD && k % (64 / E::BYTES) == 0 {
+                for w in w {
+                    // Rows end before the processor's own prefetching has learnt them.
+                    S::fetch(w.wrapping_add((NR * p.k + k) * E::BYTES));
+                }
+            }
             let mut wv = [S::zero(); NR];
             for n in 0..NR {
                 wv[n] = E::load::<S>(w[n].add(k * E::BYTES));

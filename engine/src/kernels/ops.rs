@@ -17,6 +17,7 @@ pub(crate) struct Ops {
     rotate: unsafe fn(&mut [f32], &[f32], &[f32]),
     gate: unsafe fn(&[f32], &[f32], &mut [f32]),
     multiply_adds: unsafe fn(WeightDtype, u64) -> u64,
+    read: unsafe fn(&[u8]) -> f32,
 }
 
 impl Ops {
@@ -80,6 +81,12 @@ impl Ops {
         unsafe { (self.gate)(gate, up, out) }
     }
 
+    /// Loads every byte, for the sake of loading.
+    pub(crate) fn read(&self, bytes: &[u8]) -> f32 {
+        // SAFETY: `of` checked the instructions.
+        unsafe { (self.read)(bytes) }
+    }
+
     pub(crate) fn multiply_adds(&self, dtype: WeightDtype, times: u64) -> u64 {
         // SAFETY: `of` checked the instructions.
         unsafe { (self.multiply_adds)(dtype, times) }
@@ -93,7 +100,7 @@ macro_rules! kernels {
             use super::*;
 
             pub(super) static OPS: Ops =
-                Ops { set: $set, product: run_product, attend: run_attend, rms_norm, round_row, rotate, gate, multiply_adds: run_peak };
+                Ops { set: $set, product: run_product, attend: run_attend, rms_norm, round_row, rotate, gate, multiply_adds: run_peak, read };
 
             $(#[target_feature(enable = $features)])?
             unsafe fn run_product(p: &Product) {
@@ -121,6 +128,11 @@ macro_rules! kernels {
             $(#[target_feature(enable = $features)])?
             unsafe fn gate(gate: &[f32], up: &[f32], out: &mut [f32]) {
                 pointwise::gate(gate, up, out);
+            }
+            $(#[target_feature(enable = $features)])?
+            unsafe fn read(bytes: &[u8]) -> f32 {
+                // SAFETY: promised by the caller.
+                unsafe { pointwise::read::<$simd>(bytes) }
             }
             $(#[target_feature(enable = $features)])?
             unsafe fn run_peak(dtype: WeightDtype, times: u64) -> u64 {
@@ -166,9 +178,7 @@ kernels!(
 #[inline(always)]
 unsafe fn product_by_dtype(p: &Product) {
     // SAFETY: promised by the caller.
-    unsafe {
-        if p.dtype == WeightDtype::Bf16 { super::bf16::product(p) } else { product::<Avx512>(p) }
-    }
+    unsafe { if p.dtype == WeightDtype::Bf16 { super::bf16::product(p) } else { product::<Avx512>(p) } }
 }
 
 /// # Safety
@@ -186,6 +196,10 @@ unsafe fn peak<S: Simd>(_dtype: WeightDtype, times: u64) -> u64 {
 unsafe fn peak_by_dtype(dtype: WeightDtype, times: u64) -> u64 {
     // SAFETY: promised by the caller.
     unsafe {
-        if dtype == WeightDtype::Bf16 { super::bf16::multiply_adds(times) } else { multiply_adds::<Avx512>(times) }
+        if dtype == WeightDtype::Bf16 {
+            super::bf16::multiply_adds(times)
+        } else {
+            multiply_adds::<Avx512>(times)
+        }
     }
 }

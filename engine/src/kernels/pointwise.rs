@@ -71,6 +71,31 @@ pub(crate) unsafe fn rms_norm<S: Simd>(x: &[f32], weight: &[f32], eps: f32, out:
     }
 }
 
+/// Loads every whole vector of `bytes`, four apart: waits for memory and nothing else. The result only keeps the
+/// compiler from leaving the loads out.
+///
+/// # Safety
+/// The set's instructions.
+#[inline(always)]
+pub(crate) unsafe fn read<S: Simd>(bytes: &[u8]) -> f32 {
+    let step = 4 * S::LANES;
+    let count = bytes.len() / 4 / step * step;
+    let start = bytes.as_ptr().cast::<f32>();
+    // SAFETY: `count` elements of four bytes lie in the slice; loads take any alignment.
+    unsafe {
+        let one = S::splat(1.0);
+        let mut acc = [S::zero(); 4];
+        let mut i = 0;
+        while i < count {
+            for (j, acc) in acc.iter_mut().enumerate() {
+                *acc = S::fma(S::load(start.add(i + j * S::LANES)), one, *acc);
+            }
+            i += step;
+        }
+        S::sum4(acc)[0]
+    }
+}
+
 /// Rotates a head in place: pairs are `(i, i + half)`, as Hugging Face lays them out.
 #[inline(always)]
 pub(crate) fn rotate(head: &mut [f32], cos: &[f32], sin: &[f32]) {

@@ -27,9 +27,8 @@ pub(crate) trait Simd: Copy {
     unsafe fn load_f16(p: *const u16) -> Self::V;
     /// `a * b + c`, fused where the set fuses.
     unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
-    unsafe fn add(a: Self::V, b: Self::V) -> Self::V;
-    unsafe fn mul(a: Self::V, b: Self::V) -> Self::V;
-    unsafe fn max(a: Self::V, b: Self::V) -> Self::V;
+    /// Asks for a cache line; any address will do, also one that is not mapped.
+    unsafe fn fetch(_p: *const u8) {}
     /// Sums across lanes, of four vectors at once.
     unsafe fn sum4(v: [Self::V; NR]) -> [f32; NR];
 }
@@ -82,18 +81,6 @@ impl Simd for Portable {
         std::array::from_fn(|i| a[i] * b[i] + c[i])
     }
     #[inline(always)]
-    unsafe fn add(a: Self::V, b: Self::V) -> Self::V {
-        std::array::from_fn(|i| a[i] + b[i])
-    }
-    #[inline(always)]
-    unsafe fn mul(a: Self::V, b: Self::V) -> Self::V {
-        std::array::from_fn(|i| a[i] * b[i])
-    }
-    #[inline(always)]
-    unsafe fn max(a: Self::V, b: Self::V) -> Self::V {
-        std::array::from_fn(|i| if a[i] > b[i] { a[i] } else { b[i] })
-    }
-    #[inline(always)]
     unsafe fn sum4(v: [Self::V; NR]) -> [f32; NR] {
         v.map(|v| {
             let four: [f32; 4] = std::array::from_fn(|i| v[i] + v[i + 4]);
@@ -107,6 +94,7 @@ pub(crate) use x86::{Avx2, Avx512};
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
+    #[allow(clippy::wildcard_imports, reason = "instructions: their names say where they are from")]
     use std::arch::x86_64::*;
 
     use super::{NR, Simd};
@@ -180,19 +168,9 @@ mod x86 {
             unsafe { _mm256_fmadd_ps(a, b, c) }
         }
         #[inline(always)]
-        unsafe fn add(a: Self::V, b: Self::V) -> Self::V {
-            // SAFETY: AVX, promised by the caller.
-            unsafe { _mm256_add_ps(a, b) }
-        }
-        #[inline(always)]
-        unsafe fn mul(a: Self::V, b: Self::V) -> Self::V {
-            // SAFETY: AVX, promised by the caller.
-            unsafe { _mm256_mul_ps(a, b) }
-        }
-        #[inline(always)]
-        unsafe fn max(a: Self::V, b: Self::V) -> Self::V {
-            // SAFETY: AVX, promised by the caller.
-            unsafe { _mm256_max_ps(a, b) }
+        unsafe fn fetch(p: *const u8) {
+            // SAFETY: a hint, which never faults.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
         }
         #[inline(always)]
         unsafe fn sum4(v: [Self::V; NR]) -> [f32; NR] {
@@ -254,19 +232,9 @@ mod x86 {
             unsafe { _mm512_fmadd_ps(a, b, c) }
         }
         #[inline(always)]
-        unsafe fn add(a: Self::V, b: Self::V) -> Self::V {
-            // SAFETY: AVX-512, promised by the caller.
-            unsafe { _mm512_add_ps(a, b) }
-        }
-        #[inline(always)]
-        unsafe fn mul(a: Self::V, b: Self::V) -> Self::V {
-            // SAFETY: AVX-512, promised by the caller.
-            unsafe { _mm512_mul_ps(a, b) }
-        }
-        #[inline(always)]
-        unsafe fn max(a: Self::V, b: Self::V) -> Self::V {
-            // SAFETY: AVX-512, promised by the caller.
-            unsafe { _mm512_max_ps(a, b) }
+        unsafe fn fetch(p: *const u8) {
+            // SAFETY: a hint, which never faults.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
         }
         #[inline(always)]
         unsafe fn sum4(v: [Self::V; NR]) -> [f32; NR] {

@@ -7,7 +7,7 @@
 use std::sync::atomic::{AtomicPtr, Ordering};
 
 use super::Projection;
-use crate::kernels::linear::{BLOCK_F32, PAD, Product};
+use crate::kernels::linear::{PAD, PANEL_ELEMENTS, Product};
 use crate::kernels::{KernelError, KernelSet, Ops};
 use crate::numerics;
 use crate::threads::{ThreadError, ThreadPool};
@@ -77,9 +77,35 @@ impl Cpu {
     }
 }
 
+/// A buffer that begins at a cache line: a load of a whole vector that crosses two lines costs twice.
+#[derive(Default)]
+struct Lines<T> {
+    elements: Vec<T>,
+    start: usize,
+}
+
+impl<T: Copy + Default> Lines<T> {
+    const LINE: usize = 64;
+
+    fn grow(&mut self, len: usize) {
+        if self.get().len() < len {
+            self.elements = vec![T::default(); len + Self::LINE / size_of::<T>()];
+            self.start = self.elements.as_ptr().align_offset(Self::LINE);
+        }
+    }
+
+    fn get(&self) -> &[T] {
+        &self.elements[self.start..]
+    }
+
+    fn get_mut(&mut self) -> &mut [T] {
+        &mut self.elements[self.start..]
+    }
+}
+
 /// What one thread needs for itself.
 pub(super) struct Local {
-    panel: Vec<f32>,
+    panel: Lines<f32>,
     tile: Vec<f32>,
     second: Vec<f32>,
 }
@@ -87,7 +113,9 @@ pub(super) struct Local {
 impl Local {
     fn new() -> Self {
         let tile = vec![0.0; ROW_BLOCK * COLUMNS_MAX];
-        Local { panel: vec![0.0; 4 * BLOCK_F32], second: tile.clone(), tile }
+        let mut panel = Lines::default();
+        panel.grow(PANEL_ELEMENTS);
+        Local { panel, second: tile.clone(), tile }
     }
 }
 
@@ -98,8 +126,8 @@ pub(super) struct Activations {
     stride: usize,
     rows: usize,
     bf16: bool,
-    f32s: Vec<f32>,
-    bf16s: Vec<u16>,
+    f32s: Lines<f32>,
+    bf16s: Lines<u16>,
 }
 
 impl Activations {
@@ -107,17 +135,13 @@ impl Activations {
     pub(super) fn shape(&mut self, rows: usize, width: usize, bf16: bool) {
         // A stride that is no power of two keeps rows out of one another's cache sets.
         let stride = width.next_multiple_of(PAD) + PAD;
-        if self.f32s.len() < rows * stride {
-            self.f32s.resize(rows * stride, 0.0);
-        }
-        if bf16 && self.bf16s.len() < rows * stride {
-            self.bf16s.resize(rows * stride, 0);
-        }
-        for row in self.f32s.chunks_exact_mut(stride).take(rows) {
+        self.f32s.grow(rows * stride);
+        for row in self.f32s.get_mut().chunks_exact_mut(stride).take(rows) {
             row[width..].fill(0.0);
         }
         if bf16 {
-            for row in self.bf16s.chunks_exact_mut(stride).take(rows) {
+            self.bf16s.grow(rows * stride);
+            for row in self.bf16s.get_mut().chunks_exact_mut(stride).take(rows) {
                 row[width..].fill(0);
             }
         }
@@ -127,8 +151,8 @@ impl Activations {
     /// Whoever writes rows from several threads.
     pub(super) fn writer(&mut self) -> Writer {
         Writer {
-            f32s: Shared::new(self.f32s.as_mut_ptr()),
-            bf16s: Shared::new(self.bf16s.as_mut_ptr()),
+            f32s: Shared::new(self.f32s.get_mut().as_mut_ptr()),
+            bf16s: Shared::new(self.bf16s.get_mut().as_mut_ptr()),
             width: self.width,
             stride: self.stride,
             bf16: self.bf16,
@@ -151,6 +175,10 @@ impl Writer {
     /// # Safety
     /// The row must exist in the activations, which must live and not be read meanwhile; no other thread may hold an
     /// overlapping part.
+    #[expect(
+        clippy::mut_from_ref,
+        reason = "threads share the writer; disjoint parts are the caller's promise"
+    )]
     pub(super) unsafe fn part(&self, row: usize, from: usize, len: usize) -> &mut [f32] {
         assert!(from + len <= self.width);
         // SAFETY: inside the row, promised to exist and be ours.
@@ -164,7 +192,9 @@ impl Writer {
     pub(super) unsafe fn finish(&self, ops: &Ops, row: usize, from: usize, len: usize) {
         if self.bf16 {
             // SAFETY: `shape` made both of one size; else as promised.
-            let out = unsafe { std::slice::from_raw_parts_mut(self.bf16s.get().add(row * self.stride + from), len) };
+            let out = unsafe {
+                std::slice::from_raw_parts_mut(self.bf16s.get().add(row * self.stride + from), len)
+            };
             // SAFETY: as promised.
             ops.round_row(unsafe { self.part(row, from, len) }, out);
         }
@@ -244,8 +274,8 @@ impl Task<'_> {
             dtype: weight.dtype(),
             k,
             columns,
-            x: self.input.f32s[at..].as_ptr(),
-            x_bf16: if self.input.bf16 { self.input.bf16s[at..].as_ptr() } else { std::ptr::null() },
+            x: self.input.f32s.get()[at..].as_ptr(),
+            x_bf16: if self.input.bf16 { self.input.bf16s.get()[at..].as_ptr() } else { std::ptr::null() },
             x_stride: self.input.stride,
             rows,
             out: tile.as_mut_ptr(),
@@ -296,7 +326,7 @@ pub(super) fn products(
         let local = unsafe { &mut *local.get().add(thread) };
         for r0 in (0..input.rows).step_by(ROW_BLOCK) {
             let rows = ROW_BLOCK.min(input.rows - r0);
-            task.compute(job.projection, (n0, columns), (r0, rows), &mut local.panel, &mut local.tile);
+            task.compute(job.projection, (n0, columns), (r0, rows), local.panel.get_mut(), &mut local.tile);
             for (i, tile) in local.tile[..rows * columns].chunks_exact(columns).enumerate() {
                 // SAFETY: chunks are disjoint ranges of columns, and the output has a row for each activation row.
                 let out = unsafe {
@@ -333,8 +363,8 @@ pub(super) fn gated(
         let local = unsafe { &mut *local.get().add(thread) };
         for r0 in (0..input.rows).step_by(ROW_BLOCK) {
             let rows = ROW_BLOCK.min(input.rows - r0);
-            task.compute(gate, (n0, columns), (r0, rows), &mut local.panel, &mut local.tile);
-            task.compute(up, (n0, columns), (r0, rows), &mut local.panel, &mut local.second);
+            task.compute(gate, (n0, columns), (r0, rows), local.panel.get_mut(), &mut local.tile);
+            task.compute(up, (n0, columns), (r0, rows), local.panel.get_mut(), &mut local.second);
             for i in 0..rows {
                 let at = i * columns..(i + 1) * columns;
                 // SAFETY: chunks are disjoint ranges of columns; the output was shaped for the same rows.

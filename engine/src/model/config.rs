@@ -143,8 +143,7 @@ impl ModelConfig {
     /// # Errors
     /// If it is no JSON object, lacks a field, contradicts itself, or asks for what is not supported.
     pub fn parse(text: &[u8]) -> Result<Self, ConfigError> {
-        let value: Value =
-            serde_json::from_slice(text).map_err(|e| ConfigError::Json { source: Some(e) })?;
+        let value: Value = serde_json::from_slice(text).map_err(|e| ConfigError::Json { source: Some(e) })?;
         match &value {
             Value::Object(map) => Self::from_map(map),
             _ => Err(ConfigError::Json { source: None }),
@@ -257,21 +256,24 @@ fn architecture(map: &Map<String, Value>) -> Result<Architecture, ConfigError> {
 }
 
 fn refuse_unsupported(fields: &Fields<'_>) -> Result<(), ConfigError> {
-    if let Some(act) = fields.get("hidden_act") {
-        if !matches!(act.as_str(), Some("silu" | "swish")) {
-            return Err(unsupported("hidden_act", act, "silu"));
-        }
+    if let Some(act) = fields.get("hidden_act")
+        && !matches!(act.as_str(), Some("silu" | "swish"))
+    {
+        return Err(unsupported("hidden_act", act, "silu"));
     }
     if let Some(q) = fields.get("quantization_config") {
         let method = q.get("quant_method").unwrap_or(q);
         return Err(unsupported("quantization_config", method, "unquantised BF16, F16 and F32 checkpoints"));
     }
-    if let Some(p) = fields.get("partial_rotary_factor") {
-        if p.as_f64() != Some(1.0) {
-            return Err(unsupported("partial_rotary_factor", p, "1"));
-        }
+    whole_rotation(fields)
+}
+
+/// Families that rotate only a part of each head are others than these.
+fn whole_rotation(fields: &Fields<'_>) -> Result<(), ConfigError> {
+    match fields.get("partial_rotary_factor") {
+        Some(p) if p.as_f64() != Some(1.0) => Err(unsupported("partial_rotary_factor", p, "1")),
+        _ => Ok(()),
     }
-    Ok(())
 }
 
 fn unsupported(field: &'static str, found: &Value, supported: &'static str) -> ConfigError {
@@ -289,11 +291,7 @@ fn rope(fields: &Fields<'_>) -> Result<(f64, RopeScaling), ConfigError> {
     let Value::Object(map) = value else { return Err(wrong(field, value, "an object")) };
     let inner = Fields(map);
     let theta = inner.number_or("rope_theta", top)?;
-    if let Some(p) = inner.get("partial_rotary_factor") {
-        if p.as_f64() != Some(1.0) {
-            return Err(unsupported("partial_rotary_factor", p, "1"));
-        }
-    }
+    whole_rotation(&inner)?;
     let kind = inner.get("rope_type").or_else(|| inner.get("type"));
     let scaling = match kind.map(|k| k.as_str().unwrap_or("")) {
         None | Some("default") => RopeScaling::None,

@@ -138,7 +138,12 @@ impl Cpu {
     ///
     /// # Errors
     /// See [`StepError`]; then nothing has changed (pages reserved on the way aside, which stay the sequence's).
-    pub fn step<'a>(&'a mut self, model: &Model, kv: &mut KvPages, rows: &[Row]) -> Result<Logits<'a>, StepError> {
+    pub fn step<'a>(
+        &'a mut self,
+        model: &Model,
+        kv: &mut KvPages,
+        rows: &[Row],
+    ) -> Result<Logits<'a>, StepError> {
         let config = &model.config;
         check(model, kv, rows)?;
         let ends = reserve(kv, rows)?;
@@ -222,7 +227,7 @@ impl Cpu {
         ];
         products(self.ops, &mut self.threads, &mut self.local, &s.normed, &jobs);
         self.place_keys(model, layer, index, kv);
-        s_attended(self, model, layer, index, kv);
+        self.attend(model, layer, index, kv);
         let s = &mut self.scratch;
         let jobs = [Job { projection: &layer.o, out: Out::add(&mut s.hidden, config.hidden) }];
         products(self.ops, &mut self.threads, &mut self.local, &s.attended, &jobs);
@@ -278,6 +283,56 @@ impl Cpu {
         });
     }
 
+    /// Attention of all rows: a task is some rows of one sequence and one key/value head.
+    fn attend(&mut self, model: &Model, layer: &Layer, index: usize, kv: &KvPages) {
+        let (config, layout, ops) = (&model.config, kv.layout(), self.ops);
+        let (dim, group) = (config.head_dim, config.heads / config.kv_heads);
+        let q_width = config.heads * dim;
+        let s = &mut self.scratch;
+        let bf16 = ops.wants_bf16(layer.o.weight.dtype());
+        s.attended.shape(s.places.len(), q_width, bf16);
+        let (out, q, places, runs, addresses) = (s.attended.writer(), &s.q, &s.places, &s.runs, &s.addresses);
+        self.threads.run_many(runs.len() * config.kv_heads, |task, _| {
+            let (run, head) = (runs[task / config.kv_heads], task % config.kv_heads);
+            let pages = &addresses[places[run.first].pages..];
+            let mut tile = [const { None }; QUERIES_MAX];
+            let mut filled = 0;
+            let total = run.rows * group;
+            for i in 0..total {
+                let (row, at) = (run.first + i / group, (head * group + i % group) * dim);
+                let to = places[row].position + 1;
+                let from = layer.window.map_or(0, |w| to.saturating_sub(w as usize));
+                // SAFETY: each head of each row is one task's; `attended` was shaped for these rows.
+                let result = unsafe { out.part(row, at, dim) };
+                tile[filled] = Some(Query {
+                    q: q[row * q_width + at..][..dim].as_ptr(),
+                    out: result.as_mut_ptr(),
+                    from,
+                    to,
+                });
+                filled += 1;
+                if filled == QUERIES_MAX || i + 1 == total {
+                    let queries: [Query; QUERIES_MAX] =
+                        tile.map(|q| q.or(tile[0]).expect("the first is filled"));
+                    let attention = Attention {
+                        queries: &queries[..filled],
+                        pages,
+                        keys: layout.keys(index, head),
+                        values: layout.values(index, head),
+                        head_dim: dim,
+                    };
+                    // SAFETY: pages were reserved up to every position, and positions up to each row's are written.
+                    unsafe { ops.attend(&attention) };
+                    filled = 0;
+                }
+            }
+            for row in run.first..run.first + run.rows {
+                // SAFETY: as above: these heads of these rows are this task's.
+                unsafe { out.finish(ops, row, head * group * dim, group * dim) };
+            }
+        });
+    }
+
     fn feed_forward(&mut self, model: &Model, layer: &Layer) {
         let config = &model.config;
         let count = self.scratch.places.len();
@@ -307,50 +362,6 @@ impl Cpu {
         let jobs = [Job { projection: &head, out: Out::put(&mut s.logits, vocab) }];
         products(self.ops, &mut self.threads, &mut self.local, &s.normed, &jobs);
     }
-}
-
-/// Attention of all rows: a task is some rows of one sequence and one key/value head.
-fn s_attended(cpu: &mut Cpu, model: &Model, layer: &Layer, index: usize, kv: &mut KvPages) {
-    let (config, layout, ops) = (&model.config, kv.layout(), cpu.ops);
-    let (dim, group) = (config.head_dim, config.heads / config.kv_heads);
-    let q_width = config.heads * dim;
-    let s = &mut cpu.scratch;
-    let bf16 = ops.wants_bf16(layer.o.weight.dtype());
-    s.attended.shape(s.places.len(), q_width, bf16);
-    let (out, q, places, runs, addresses) = (s.attended.writer(), &s.q, &s.places, &s.runs, &s.addresses);
-    cpu.threads.run_many(runs.len() * config.kv_heads, |task, _| {
-        let (run, head) = (runs[task / config.kv_heads], task % config.kv_heads);
-        let pages = &addresses[places[run.first].pages..];
-        let mut tile = [const { None }; QUERIES_MAX];
-        let mut filled = 0;
-        let total = run.rows * group;
-        for i in 0..total {
-            let (row, at) = (run.first + i / group, (head * group + i % group) * dim);
-            let to = places[row].position + 1;
-            let from = layer.window.map_or(0, |w| to.saturating_sub(w as usize));
-            // SAFETY: each head of each row is one task's; `attended` was shaped for these rows.
-            let result = unsafe { out.part(row, at, dim) };
-            tile[filled] = Some(Query { q: q[row * q_width + at..][..dim].as_ptr(), out: result.as_mut_ptr(), from, to });
-            filled += 1;
-            if filled == QUERIES_MAX || i + 1 == total {
-                let queries: [Query; QUERIES_MAX] = tile.map(|q| q.or(tile[0]).expect("the first is filled"));
-                let attention = Attention {
-                    queries: &queries[..filled],
-                    pages,
-                    keys: layout.keys(index, head),
-                    values: layout.values(index, head),
-                    head_dim: dim,
-                };
-                // SAFETY: pages were reserved up to every position, and positions up to each row's are written.
-                unsafe { ops.attend(&attention) };
-                filled = 0;
-            }
-        }
-        for row in run.first..run.first + run.rows {
-            // SAFETY: as above: these heads of these rows are this task's.
-            unsafe { out.finish(ops, row, head * group * dim, group * dim) };
-        }
-    });
 }
 
 fn check(model: &Model, kv: &KvPages, rows: &[Row]) -> Result<(), StepError> {

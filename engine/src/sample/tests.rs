@@ -64,7 +64,8 @@ fn truncations_keep_what_they_say() {
 fn penalties_and_bias_move_logits() {
     let greedy = Sampler { temperature: 0.0, ..neutral() };
     let history = History::new(&[0], &[1, 1]);
-    let choose = |s: &Sampler, logits: &[f32]| s.sample(logits, &history, 0, &mut SampleScratch::default()).id;
+    let choose =
+        |s: &Sampler, logits: &[f32]| s.sample(logits, &history, 0, &mut SampleScratch::default()).id;
     let logits = [2.0, 2.1, 1.9];
     assert_eq!(choose(&greedy, &logits), 1);
     // The prompt's token is touched by the repetition penalty only.

@@ -1,5 +1,5 @@
 //! What the engine's tests share: reference cases, small random models, sequences run in different ways.
-#![allow(dead_code, reason = "each test file uses its part")]
+#![allow(dead_code, clippy::unwrap_used, unreachable_pub, reason = "tests: each file uses its part")]
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -82,7 +82,8 @@ pub fn kv(model: &Model, positions: usize) -> KvPages {
 }
 
 pub fn rows(seq: SeqId, start: usize, tokens: &[u32]) -> Vec<Row> {
-    let row = |(i, t): (usize, &u32)| Row { seq, position: (start + i) as u32, token: *t, wants_logits: true };
+    let row =
+        |(i, t): (usize, &u32)| Row { seq, position: (start + i) as u32, token: *t, wants_logits: true };
     tokens.iter().enumerate().map(row).collect()
 }
 

@@ -26,14 +26,20 @@ fn both_dialects_say_the_same() {
     assert_eq!(old, new);
     let linear = with(&json!({"rope_scaling": {"type": "linear", "factor": 2.0}})).unwrap();
     assert_eq!(linear.rope_scaling, RopeScaling::Linear { factor: 2.0 });
-    assert_eq!(with(&json!({"rope_parameters": {"rope_type": "default"}})).unwrap().rope_scaling, RopeScaling::None);
+    assert_eq!(
+        with(&json!({"rope_parameters": {"rope_type": "default"}})).unwrap().rope_scaling,
+        RopeScaling::None
+    );
 }
 
 #[test]
 fn windows_follow_each_family() {
     let windows = |changes| with(&changes).unwrap().windows;
     assert_eq!(windows(json!({"sliding_window": 8})), [None, None]);
-    assert_eq!(windows(json!({"architectures": ["MistralForCausalLM"], "sliding_window": 8})), [Some(8), Some(8)]);
+    assert_eq!(
+        windows(json!({"architectures": ["MistralForCausalLM"], "sliding_window": 8})),
+        [Some(8), Some(8)]
+    );
     let qwen = |on: bool, first: u32| {
         windows(json!({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 8, "use_sliding_window": on,
             "max_window_layers": first}))
