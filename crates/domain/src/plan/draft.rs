@@ -137,6 +137,11 @@ impl<'v> Draft<'v> {
         self.made.get(model).map_or(&[], Vec::as_slice)
     }
 
+    /// Whether this plan makes it serve there.
+    pub(super) fn made_to_serve(&self, model: &'v ModelName, slot: Slot) -> bool {
+        self.changed.get(&(model, slot)).is_some_and(|hold| hold.is_some_and(Hold::serves))
+    }
+
     /// The claim of a model on a node as things stand in the draft.
     pub(super) fn own_claim(&self, model: Known<'v>, slot: Slot) -> Claim {
         match self.changed.get(&(model.name, slot)) {

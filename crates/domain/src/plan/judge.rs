@@ -194,10 +194,9 @@ impl<'v> Draft<'v> {
 
     /// Neither serving there, nor just failed there.
     fn free_of_it(&self, model: Known<'v>, slot: Slot) -> Result<(), WhyNot> {
-        if self.made(model.name).contains(&slot) {
-            return Err(WhyNot::Serves);
-        }
-        let Some(placed) = placed_at(model.entry, slot) else { return Ok(()) };
+        let Some(placed) = placed_at(model.entry, slot) else {
+            return if self.made_to_serve(model.name, slot) { Err(WhyNot::Serves) } else { Ok(()) };
+        };
         if let Replica::Failed { cause, message } = &placed.state
             && self.cooling_until(model, placed).is_some_and(|until| self.now < until)
         {

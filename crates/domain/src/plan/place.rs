@@ -3,8 +3,9 @@
 use super::draft::{Draft, Known, Need, placed_at};
 use super::judge::{Fit, Resource, Tiers, WhyNot, key};
 use super::{NoRoom, Outlook, Unplaced};
+use crate::replica::{Cause, Replica};
 use crate::scale::Why;
-use crate::view::{Claim, Hold, NodeState, Slot};
+use crate::view::{CHUNK, Claim, Hold, NodeState, Placed, Slot};
 use crate::{ByteCount, ModelName, Tier, Timestamp};
 
 /// Nodes as far as they were judged.
@@ -99,7 +100,9 @@ impl<'v> Draft<'v> {
                     ranking.best = Some(fit);
                 }
             }
-            (Some(fit), Err(WhyNot::Full(..))) => ranking.full.push(fit),
+            (Some(fit), Err(WhyNot::Full(..) | WhyNot::Cooling(Cause::InsufficientMemory, _))) => {
+                ranking.full.push(fit);
+            }
             _ => {}
         }
     }
@@ -142,9 +145,17 @@ impl<'v> Draft<'v> {
         idle.sort_by(|a, b| {
             (a.withdraw, a.last_used, a.model.name).cmp(&(b.withdraw, b.last_used, b.model.name))
         });
-        let mut chosen = Vec::new();
+        // Sessions may have taken more than was claimed: where the agent found no room, one more must go.
+        let failed = |placed: &Placed| {
+            matches!(placed.state, Replica::Failed { cause: Cause::InsufficientMemory, .. })
+        };
+        let short = placed_at(model.entry, fit.slot).is_some_and(failed);
+        let mut chosen: Vec<Victim<'v>> = Vec::new();
         for victim in idle {
-            let lacks = lacking(others.plus(claim), capacity);
+            let mut lacks = lacking(others.plus(claim), capacity);
+            if short && chosen.is_empty() {
+                lacks.host = lacks.host.max(CHUNK);
+            }
             if lacks == Claim::default() {
                 break;
             }
@@ -158,7 +169,8 @@ impl<'v> Draft<'v> {
                 chosen.push(victim);
             }
         }
-        (lacking(others.plus(claim), capacity) == Claim::default()).then_some(chosen)
+        let enough = lacking(others.plus(claim), capacity) == Claim::default();
+        (enough && !(short && chosen.is_empty())).then_some(chosen)
     }
 
     /// The order of a model on a node, if nobody uses it and nothing protects it.
@@ -221,6 +233,9 @@ impl<'v> Draft<'v> {
                     "waits for room: needs {need} of {what}, node {node} has {free} free beside what is in use"
                 ),
             ),
+            WhyNot::Cooling(Cause::InsufficientMemory, message) if self.serves_others(model, node) => {
+                waits(NoRoom::Busy, message)
+            }
             WhyNot::Cooling(cause, message) => Unplaced { why: NoRoom::Failed(cause), message, retry: false },
             WhyNot::TooSmall(Resource::Device, need, has) => refused(
                 NoRoom::InsufficientGpu,
@@ -244,6 +259,15 @@ impl<'v> Draft<'v> {
             WhyNot::Serves => waits(NoRoom::NoMatchingNode, "every node that fits serves it already".into()),
             why => waits(NoRoom::NoNode, format!("no node takes anything now; {node}: {why}")),
         }
+    }
+
+    fn serves_others(&self, model: Known<'v>, node: &str) -> bool {
+        let Some(node) = node.parse().ok().and_then(|name| self.view.node_named(&name)) else { return false };
+        node.models.iter().filter(|name| *name != model.name).any(|name| {
+            self.view
+                .replica(name, &node.name)
+                .is_some_and(|placed| placed.hold.serves() && !placed.is_failed())
+        })
     }
 
     /// Whether the orders of a model are what its copies need; cheap, for the ten thousand at rest.

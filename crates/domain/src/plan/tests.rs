@@ -235,6 +235,24 @@ fn failures_are_told_and_tried_again() {
 }
 
 #[test]
+fn where_an_agent_found_no_room_the_idle_go() {
+    let world = || {
+        World::new()
+            .node("n1", "host=1GiB")
+            .model("a", "size=400MiB copies=0")
+            .model("b", "size=400MiB copies=0")
+            .serves("a", "n1")
+            .fails("b", "n1", Cause::InsufficientMemory)
+            .wakes("b", 1)
+    };
+    world().check(
+        "a@n1 disk drain: idle; it makes room for default/b
+         b@n1 cpu: woken by a request; 2.4s from remote (fetch 2.1s, read 0.4s, prefill 0.3s), in the place of idle default/a",
+    );
+    world().wakes("a", 1).check("b waits: InsufficientMemory it is");
+}
+
+#[test]
 fn people_switch_models_off() {
     let world = || World::new().node("n1", "").model("a", "size=1GB suspend").serves("a", "n1");
     world().check("a@n1 disk drain: suspended");
