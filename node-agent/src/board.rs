@@ -93,10 +93,4 @@ impl Board {
     fn rates(&self) -> MutexGuard<'_, Rates> {
         self.rates.lock().unwrap_or_else(PoisonError::into_inner)
     }
-
-    #[cfg(test)]
-    pub(crate) fn for_test() -> Self {
-        let metrics = Metrics::new(&prometheus::Registry::new()).expect("a fresh registry takes everything");
-        Board::new(metrics)
-    }
 }

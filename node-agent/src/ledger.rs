@@ -195,6 +195,10 @@ impl Book {
             match config.open() {
                 Err(error) if is_locked(&error) && tries < LOCK_TRIES => {
                     tries += 1;
+                    #[expect(
+                        clippy::disallowed_methods,
+                        reason = "nobody tells when a dead process's file lock goes"
+                    )]
                     std::thread::sleep(LOCK_PAUSE);
                 }
                 opened => break opened?,

@@ -140,7 +140,7 @@ fn tiers(node: &Node) -> (TierStatus, TierStatus) {
         capacity_bytes: capacity,
         used_bytes: used,
         evictable_bytes: evictable,
-        bytes_per_second: node.board.rate(kind).map(|r| r.get()).unwrap_or_default(),
+        bytes_per_second: node.board.rate(kind).map(pilotlight_domain::Bandwidth::get).unwrap_or_default(),
         queued_bytes: 0,
         pages,
     };

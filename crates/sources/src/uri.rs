@@ -80,7 +80,9 @@ pub enum SourceError {
         problem: String,
     },
     /// A scheme that nobody knows.
-    #[error("source `{uri}` has the unknown scheme `{scheme}`; known are file, hf, s3, gs, az, http and https")]
+    #[error(
+        "source `{uri}` has the unknown scheme `{scheme}`; known are file, hf, s3, gs, az, http and https"
+    )]
     UnknownScheme {
         /// As given, cut to a readable length.
         uri: String,
@@ -88,7 +90,9 @@ pub enum SourceError {
         scheme: String,
     },
     /// A scheme that is known but not fetched from yet.
-    #[error("source `{uri}`: {scheme}:// is not supported yet; download the model and use file:///path/to/folder")]
+    #[error(
+        "source `{uri}`: {scheme}:// is not supported yet; download the model and use file:///path/to/folder"
+    )]
     Unsupported {
         /// As given.
         uri: String,
@@ -102,7 +106,9 @@ pub enum SourceError {
         path: PathBuf,
     },
     /// Something else than a folder is there.
-    #[error("source {path:?} is not a folder; name the folder that holds config.json and the safetensors files")]
+    #[error(
+        "source {path:?} is not a folder; name the folder that holds config.json and the safetensors files"
+    )]
     NotAFolder {
         /// What was found.
         path: PathBuf,
@@ -147,7 +153,8 @@ impl Source {
     /// # Errors
     /// When it is no URI, has an unknown scheme, or a `file://` path that is not absolute and plain.
     pub fn parse(uri: &str) -> Result<Source, SourceError> {
-        let malformed = |problem: &str| SourceError::Malformed { uri: shortened(uri), problem: problem.into() };
+        let malformed =
+            |problem: &str| SourceError::Malformed { uri: shortened(uri), problem: problem.into() };
         if uri.len() > URI_BYTES_MAX {
             return Err(malformed(&format!("is longer than {URI_BYTES_MAX} bytes")));
         }
@@ -166,7 +173,7 @@ impl Source {
                 Ok(Source::Remote { scheme: known, uri: uri.into() })
             };
         }
-        file_path(rest).map(|path| Source::Folder { path }).map_err(|problem| malformed(problem))
+        file_path(rest).map(|path| Source::Folder { path }).map_err(malformed)
     }
 
     /// The folder that a `file://` source points to, checked to exist. `roots` are the folders that may be read, with

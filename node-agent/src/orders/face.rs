@@ -49,7 +49,15 @@ pub(crate) struct Face {
 impl Face {
     pub(crate) fn new() -> (Arc<Face>, watch::Sender<View>) {
         let (sender, view) = watch::channel(View::Waiting);
-        (Arc::new(Face { view, timeline: Mutex::default(), from: Mutex::default(), open: watch::Sender::new(0) }), sender)
+        (
+            Arc::new(Face {
+                view,
+                timeline: Mutex::default(),
+                from: Mutex::default(),
+                open: watch::Sender::new(0),
+            }),
+            sender,
+        )
     }
 
     /// Counts a session until the answer is dropped. Enter first and look at the view then: a drain looks at the

@@ -168,7 +168,7 @@ impl Talk {
         match self.state.clone().on(event) {
             Ok(state) => self.state = state,
             Err(refused) => {
-                tracing::error!(replica = self.order.object, %refused, "illegal move of a replica")
+                tracing::error!(replica = self.order.object, %refused, "illegal move of a replica");
             }
         }
         let (phase, progress) = match &self.state {

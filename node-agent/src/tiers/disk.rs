@@ -169,21 +169,6 @@ impl DiskTier {
         Ok(lease)
     }
 
-    /// Notes that the source of a checkpoint was seen in this state.
-    pub(crate) async fn note(
-        &self,
-        digest: &Digest,
-        change: impl FnOnce(&mut DiskRecord),
-    ) -> Result<(), LedgerError> {
-        let record = {
-            let mut state = self.state();
-            let Some(record) = state.records.get_mut(digest) else { return Ok(()) };
-            change(record);
-            record.clone()
-        };
-        self.ledger.put_disk(digest.clone(), record).await
-    }
-
     /// Removes a copy that proved to be damaged, whoever holds it. Leases stay counted, so that a new copy under the
     /// same digest has the right number of them.
     pub(crate) async fn condemn(&self, digest: &Digest) {

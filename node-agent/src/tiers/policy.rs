@@ -154,12 +154,6 @@ impl Policy {
         self.entries.remove(digest)
     }
 
-    pub(crate) fn touch(&mut self, digest: &Digest, now: Timestamp) {
-        if let Some(entry) = self.entries.get_mut(digest) {
-            entry.last_used = entry.last_used.max(now);
-        }
-    }
-
     /// Adds a lease; false if there is no such copy.
     pub(crate) fn lease(&mut self, digest: &Digest) -> bool {
         self.entries.get_mut(digest).map(|e| e.leases += 1).is_some()

@@ -51,8 +51,6 @@ pub(crate) enum ModelEvent {
 
 /// One process's life. Share it in an `Arc`.
 pub(crate) struct Life {
-    /// Counts the lives of one device.
-    pub(crate) number: u64,
     pub(crate) about: About,
     frames: mpsc::Sender<ToWorker>,
     routes: Mutex<Routes>,
@@ -75,14 +73,9 @@ struct Route {
 }
 
 impl Life {
-    pub(crate) fn new(
-        number: u64,
-        about: About,
-        frames: mpsc::Sender<ToWorker>,
-        kill: CancellationToken,
-    ) -> Arc<Life> {
+    pub(crate) fn new(about: About, frames: mpsc::Sender<ToWorker>, kill: CancellationToken) -> Arc<Life> {
         let dead = CancellationToken::new();
-        Arc::new(Life { number, about, frames, routes: Mutex::default(), dead, kill })
+        Arc::new(Life { about, frames, routes: Mutex::default(), dead, kill })
     }
 
     /// Puts a model on this worker; `load` is its `Load`, with this key.

@@ -105,12 +105,10 @@ impl Supervisor {
     async fn run(self, told: watch::Sender<WorkerState>) {
         let mut backoff = Backoff::new(self.limits.restart_backoff.0, self.limits.restart_backoff.1);
         let mut early_deaths = 0;
-        let mut number = 0;
         loop {
             self.tell(&told, WorkerState::Starting);
             let started = Instant::now();
-            let reason = self.live(number, &told).await;
-            number += 1;
+            let reason = self.live(&told).await;
             if self.stop.is_cancelled() {
                 return;
             }
@@ -137,7 +135,7 @@ impl Supervisor {
     }
 
     /// One life; returns why it ended, as the metric says it.
-    async fn live(&self, number: u64, told: &watch::Sender<WorkerState>) -> &'static str {
+    async fn live(&self, told: &watch::Sender<WorkerState>) -> &'static str {
         let device = self.device;
         let (socket, mut running) = match self.launch() {
             Ok(launched) => launched,
@@ -163,7 +161,7 @@ impl Supervisor {
         tracing::info!(device, pid = running.pid, product, numerics, threads, "worker ready");
         let (queue, queued) = mpsc::channel::<ToWorker>(FRAMES);
         let about = About { device: name, product, numerics, threads };
-        let life = Life::new(number, about, queue, running.kill.clone());
+        let life = Life::new(about, queue, running.kill.clone());
         self.tell(told, WorkerState::Up(life.clone()));
         let writing = write_frames(write, queued);
         let reading = read_frames(life.clone(), frames);

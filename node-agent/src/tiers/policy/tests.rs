@@ -105,7 +105,8 @@ proptest! {
             match act {
                 Act::Fill(name, bytes) => {
                     if policy.get(&digest(name)).is_some() {
-                        policy.touch(&digest(name), now);
+                        policy.lease(&digest(name));
+                        policy.unlease(&digest(name), now);
                         continue;
                     }
                     let need = ByteCount::new(bytes);
