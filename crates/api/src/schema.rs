@@ -28,7 +28,7 @@ const DEPTH_MAX: usize = 32;
 /// types only (an agent of another version may say more). Empty for kinds that are not ours.
 pub fn mistakes(kind: &str, object: &Value) -> Vec<FieldError> {
     let mut found = Vec::new();
-    if let Some(schema) = schema(kind) {
+    if let Some(schema) = of(kind) {
         walk(schema, object, "", Unknown::Refused, 0, &mut found);
     }
     found
@@ -44,7 +44,8 @@ pub fn metadata_mistakes(object: &Value) -> Vec<FieldError> {
     found
 }
 
-fn schema(kind: &str) -> Option<&'static Value> {
+/// The OpenAPI schema of one of our kinds, metadata included.
+pub fn of(kind: &str) -> Option<&'static Value> {
     static SCHEMAS: OnceLock<Map<String, Value>> = OnceLock::new();
     let schemas = SCHEMAS.get_or_init(|| {
         let whole = |crd: CustomResourceDefinition| {
@@ -254,7 +255,7 @@ mod tests {
         check(&model(&json!({ "source": { "uri": "file:///m" } })), &[]);
         check(
             &model(
-                json!({ "source": { "uri": "file:///m" }, "replicas": null, "scaling": { "target": null } }),
+                &json!({ "source": { "uri": "file:///m" }, "replicas": null, "scaling": { "target": null } }),
             ),
             &[],
         );

@@ -88,7 +88,7 @@ async fn every_refusal_is_a_status_that_says_why() {
         ("GET", &one, "", String::new(), 404, "NotFound", "Model default/a not found"),
         ("GET", "/apis/pilotlight.dev/v2/models", "", String::new(), 404, "NotFound", "nothing at"),
         ("GET", "/apis/apps/v1", "", String::new(), 404, "NotFound", "nothing at /apis/apps/v1"),
-        ("GET", "/openapi/v3", "", String::new(), 404, "NotFound", "nothing at"),
+        ("GET", "/openapi/v2", "", String::new(), 404, "NotFound", "nothing at"),
         ("GET", "/api/v1/namespaces/%ff/events", "", String::new(), 404, "NotFound", "nothing at"),
         ("POST", &one, json_type, "{}".into(), 405, "MethodNotAllowed", "POST is not supported at"),
         ("DELETE", MODELS, "", String::new(), 405, "MethodNotAllowed", "DELETE is not supported"),
@@ -224,6 +224,12 @@ async fn kubectl_finds_its_way_and_gets_tables() {
             "modelnodes/status"
         ]
     );
+    let openapi = world.get("/openapi/v3").await.1;
+    let document = openapi["paths"]["apis/pilotlight.dev/v1alpha1"]["serverRelativeURL"].as_str().unwrap();
+    let document = world.get(document).await.1;
+    let patch =
+        &document["paths"]["/apis/pilotlight.dev/v1alpha1/namespaces/{namespace}/models/{name}"]["patch"];
+    assert_eq!(patch["parameters"][0]["name"], "fieldValidation");
     assert_eq!(world.get("/api/v1/namespaces/any").await.1["metadata"]["name"], "any");
 
     world.ask("POST", MODELS, "application/json", model("a").to_string()).await;

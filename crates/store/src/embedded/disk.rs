@@ -33,6 +33,11 @@ const FORMAT: u64 = 1;
 const CEILING_STEP: u64 = 4096;
 /// The objects are kept in memory by us; sled's cache need not.
 const CACHE_BYTES: u64 = 8 << 20;
+/// sled puts what is larger than a quarter of a segment into files of their own, which it does not bring to disk. A
+/// quarter of this is four of the largest objects.
+const SEGMENT_BYTES: usize = 4 << 20;
+const _: () = assert!(SEGMENT_BYTES / 4 >= 4 * super::write::OBJECT_BYTES_MAX);
+const SPACE_INTERVAL_MS: u64 = 500;
 
 /// A store that cannot be opened. Nothing in its directory was changed.
 #[derive(Debug, thiserror::Error)]
@@ -86,6 +91,8 @@ pub enum OpenError {
 #[derive(Debug)]
 pub(super) struct Disk {
     db: sled::Db,
+    /// sled's only file, to be brought to disk.
+    log: File,
     dir: PathBuf,
     ceiling: u64,
     count: u64,
@@ -140,18 +147,23 @@ impl Disk {
         let mut flushed =
             OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path).map_err(io)?;
         let least = read_flushed(&mut flushed).map_err(io)?;
-        let config = sled::Config::new()
-            .path(objects)
-            .cache_capacity(CACHE_BYTES)
-            // Flushed by us: at once for what must last, soon for the rest.
-            .flush_every_ms(None);
-        let db = config.open().map_err(|error| match error {
+        let db = config(objects).open().map_err(|error| match error {
             sled::Error::Io(source) if source.kind() != io::ErrorKind::Other => io(source),
             other => damaged(other.to_string()),
         })?;
+        let log = File::open(objects.join("db")).map_err(io)?;
         let dir_path = dir.to_path_buf();
-        let mut disk =
-            Disk { db, dir: dir_path, ceiling: 0, count: 0, dirty: false, version: 0, flushed, _lock: lock };
+        let mut disk = Disk {
+            db,
+            log,
+            dir: dir_path,
+            ceiling: 0,
+            count: 0,
+            dirty: false,
+            version: 0,
+            flushed,
+            _lock: lock,
+        };
         let loaded = disk.load(seed, least).map_err(|problem| match problem {
             Problem::TooNew(found) => OpenError::TooNew { dir: dir.into(), found },
             Problem::Damaged(message) => damaged(message),
@@ -239,7 +251,9 @@ impl Disk {
     /// Brings everything written so far to the disk.
     pub(super) fn flush(&mut self) -> sled::Result<()> {
         if self.dirty {
+            // sled asks the kernel to write its pages out, but not the drive to keep them.
             self.db.flush()?;
+            self.log.sync_data()?;
             self.dirty = false;
             let version = self.version.to_be_bytes();
             let twice: Vec<u8> = version.iter().copied().chain(version.iter().map(|byte| !byte)).collect();
@@ -298,6 +312,15 @@ fn copy(from: &Path, to: &Path) -> io::Result<()> {
     File::open(to)?.sync_all()
 }
 
+fn config(objects: &Path) -> sled::Config {
+    sled::Config::new()
+        .path(objects)
+        .cache_capacity(CACHE_BYTES)
+        .segment_size(SEGMENT_BYTES)
+        // We flush what must last ourselves; its own flusher also gives back the space of what was overwritten.
+        .flush_every_ms(Some(SPACE_INTERVAL_MS))
+}
+
 enum Problem {
     TooNew(u64),
     Damaged(String),
@@ -338,7 +361,7 @@ fn key_from(bytes: &[u8]) -> Option<ObjectRef> {
 /// A store of another format, for tests.
 #[cfg(test)]
 pub(super) fn write_format(dir: &Path, format: u64) {
-    let db = sled::open(dir.join("objects")).unwrap();
+    let db = config(&dir.join("objects")).open().unwrap();
     db.insert("!format", &format.to_be_bytes()).unwrap();
     db.flush().unwrap();
 }

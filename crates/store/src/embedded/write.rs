@@ -13,8 +13,8 @@ use super::shape::{
 use super::state::{Context, Done, Mutation, State};
 use crate::{DeleteOptions, FieldError, Kind, ObjectRef, StoreError};
 
-/// As etcd's default limit for a value, about: far above what any of our kinds needs.
-const OBJECT_BYTES_MAX: usize = 1 << 20;
+/// Our largest kind, a ModelNode with thousands of residents, stays below; the disk is laid out for it.
+pub(super) const OBJECT_BYTES_MAX: usize = 256 << 10;
 /// 50,000 objects of 4 KiB are 200 MiB: far above what one machine serves.
 const OBJECTS_MAX: usize = 50_000;
 /// Events are for people who look now; older ones go first.

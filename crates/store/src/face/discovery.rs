@@ -1,5 +1,6 @@
 //! The documents by which a client learns what there is.
 
+use pilotlight_api::schema;
 use serde_json::{Value, json};
 
 use crate::Kind;
@@ -25,6 +26,8 @@ pub(super) fn document(path: &str) -> Option<Value> {
             }));
             resource_list("v1", &resources)
         }
+        "/openapi/v3" => json!({ "paths": { OURS: { "serverRelativeURL": format!("/openapi/v3/{OURS}") } } }),
+        "/openapi/v3/apis/pilotlight.dev/v1alpha1" => openapi(),
         other => {
             let rest = other.strip_prefix("/apis/")?;
             if let Some(group) = GROUPS.iter().find(|group| group.0 == rest) {
@@ -41,6 +44,8 @@ pub(super) fn document(path: &str) -> Option<Value> {
     };
     Some(document)
 }
+
+const OURS: &str = "apis/pilotlight.dev/v1alpha1";
 
 const GROUPS: [(&str, &str); 2] =
     [(pilotlight_api::GROUP, pilotlight_api::VERSION), ("coordination.k8s.io", "v1")];
@@ -77,6 +82,33 @@ fn resources(api_version: &str) -> Vec<Value> {
         }
     }
     resources
+}
+
+/// As much as kubectl needs to leave the validation to us, and to explain fields.
+fn openapi() -> Value {
+    let ours = Kind::ALL.into_iter().filter(|kind| kind.has_status());
+    let (mut paths, mut schemas) = (json!({}), json!({}));
+    for kind in ours {
+        let named = json!({
+            "group": pilotlight_api::GROUP, "version": pilotlight_api::VERSION, "kind": kind.name(),
+        });
+        let parameter = json!({ "name": "fieldValidation", "in": "query", "schema": { "type": "string" } });
+        let path = format!("{}/{{name}}", kind.path(None).replace(kind.plural(), &in_namespace(kind)));
+        paths[path] = json!({ "patch": {
+            "parameters": [parameter], "responses": {}, "x-kubernetes-action": "patch",
+            "x-kubernetes-group-version-kind": named,
+        } });
+        let mut schema = schema::of(kind.name()).cloned().unwrap_or_default();
+        schema["x-kubernetes-group-version-kind"] = json!([named]);
+        schemas[format!("dev.pilotlight.v1alpha1.{}", kind.name())] = schema;
+    }
+    let info = json!({ "title": "Pilotlight", "version": env!("CARGO_PKG_VERSION") });
+    json!({ "openapi": "3.0.0", "info": info, "paths": paths, "components": { "schemas": schemas } })
+}
+
+fn in_namespace(kind: Kind) -> String {
+    let plural = kind.plural();
+    if kind.namespaced() { format!("namespaces/{{namespace}}/{plural}") } else { plural.to_owned() }
 }
 
 /// Namespaces are names and nothing else: each that is asked for is there.

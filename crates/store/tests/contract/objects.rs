@@ -20,7 +20,7 @@ pub(crate) async fn what_is_created_is_found_until_it_is_deleted(world: World) {
     assert_eq!(made.metadata.generation, Some(1));
     assert_eq!(store.get::<Model>("", "a").await.unwrap(), made);
     assert!(matches!(store.create(&model("a")).await, Err(StoreError::AlreadyExists { .. })));
-    assert_eq!(store.list::<Model>(&Filter::all()).await.unwrap().items, [made.clone()]);
+    assert_eq!(store.list::<Model>(&Filter::all()).await.unwrap().items, std::slice::from_ref(&made));
 
     let target = ObjectRef::new(Kind::Model, "default", "a");
     store.delete_object(&target, DeleteOptions { dry_run: true, ..DeleteOptions::default() }).await.unwrap();
