@@ -42,7 +42,8 @@ pub async fn record<K: Stored>(
     let namespace = if target.namespace.is_empty() { "default" } else { &target.namespace };
     let mut same = DefaultHasher::new();
     (&about.meta().uid, component, note.reason, note.message).hash(&mut same);
-    let name = format!("{}.{:016x}", target.name, same.finish());
+    // A name has at most 253 characters, 17 of which are ours.
+    let name = format!("{:.230}.{:016x}", target.name, same.finish());
     let time = Timestamp::from_micros(now.as_micros() / 1_000_000 * 1_000_000);
     let micros = i64::try_from(time.as_micros()).unwrap_or(i64::MAX);
     let time = jiff::Timestamp::from_microsecond(micros).ok().map(Time);
