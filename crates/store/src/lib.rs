@@ -9,7 +9,7 @@
 //! One contract-test suite (`tests/contract.rs`) holds the adapters equal: directly, and through the HTTP face.
 //!
 //! It deliberately does **not** decide anything: no scheduling, no scaling, no retries of writes. A failed write is
-//! told with a [`Verdict`], and the caller chooses. Only [`reflect`] tries again by itself, because it only reads.
+//! told with a [`Verdict`], and the caller chooses. Only [`reflect()`] tries again by itself, because it only reads.
 #![forbid(unsafe_code)]
 
 pub mod embedded;

@@ -20,7 +20,7 @@ use crate::{Kind, ObjectRef, StoreError};
 pub type Answer<'a, T> = BoxFuture<'a, Result<T, StoreError>>;
 
 /// A store's changes, in order. It ends with an error, or without one when the server closed it; then watch again
-/// from the last version seen, and after [`StoreError::Gone`] list again. [`reflect`](crate::reflect) does all that.
+/// from the last version seen, and after [`StoreError::Gone`] list again. [`reflect`](crate::reflect()) does all that.
 pub type WatchStream = BoxStream<'static, Result<Change, StoreError>>;
 
 /// Where the cluster lives.

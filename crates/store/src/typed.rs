@@ -84,7 +84,7 @@ pub trait Typed {
         filter: &Filter,
     ) -> impl Future<Output = Result<TypedList<K>, StoreError>> + Send;
 
-    /// See [`ClusterStore::watch_objects`]; long-running readers use [`reflect`](crate::reflect) instead.
+    /// See [`ClusterStore::watch_objects`]; long-running readers use [`reflect`](crate::reflect()) instead.
     fn watch<K: Stored>(
         &self,
         filter: &Filter,
