@@ -65,7 +65,8 @@ impl Table {
     /// Three blanks between columns, as kubectl does; an empty cell is `-`.
     pub(crate) fn render(&self) -> String {
         let columns = self.rows.iter().map(Vec::len).max().unwrap_or(0);
-        let cell = |text: &str| if text.is_empty() { "-".to_owned() } else { text.replace(['\n', '\r'], " ") };
+        let cell =
+            |text: &str| if text.is_empty() { "-".to_owned() } else { text.replace(['\n', '\r'], " ") };
         let width = |column: usize| {
             self.rows.iter().filter_map(|r| r.get(column)).map(|c| cell(c).chars().count()).max().unwrap_or(0)
         };
@@ -108,7 +109,9 @@ mod tests {
 
     #[test]
     fn ages_read_as_in_kubectl() {
-        for (seconds, text) in [(3.9, "3s"), (119.0, "119s"), (121.0, "2m"), (7200.0, "2h"), (200_000.0, "2d")] {
+        for (seconds, text) in
+            [(3.9, "3s"), (119.0, "119s"), (121.0, "2m"), (7200.0, "2h"), (200_000.0, "2d")]
+        {
             assert_eq!(age(seconds), text);
         }
     }

@@ -97,7 +97,8 @@ pub(crate) fn store(url: &str) -> Result<RemoteStore, Failure> {
 pub(crate) fn unreachable_hint(error: &StoreError, url: &str) -> Failure {
     match error {
         StoreError::Unavailable { .. } | StoreError::Timeout { .. } => {
-            Failure::new(format!("no answer from {url}: {}", Failure::from_error(error).cause())).cure(START_IT)
+            Failure::new(format!("no answer from {url}: {}", Failure::from_error(error).cause()))
+                .cure(START_IT)
         }
         _ => Failure::from_error(error),
     }

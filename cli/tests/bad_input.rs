@@ -31,7 +31,12 @@ fn commands_that_make_no_sense_are_usage_errors() {
 fn a_server_that_is_not_there_is_named() {
     let closed = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let url = format!("http://{closed}");
-    for args in [vec!["get", "models"], vec!["delete", "model", "x"], vec!["explain", "model", "x"], vec!["chat", "x", "-m", "hi"]] {
+    for args in [
+        vec!["get", "models"],
+        vec!["delete", "model", "x"],
+        vec!["explain", "model", "x"],
+        vec!["chat", "x", "-m", "hi"],
+    ] {
         fails(&[args, vec!["--server", &url]].concat(), 1, &[&url, "pilotlight up"]);
     }
     fails(&["get", "models", "--server", "ftp://x"], 2, &["ftp://x"]);
@@ -60,12 +65,18 @@ fn bad_manifests_are_refused_and_nothing_is_applied() {
         std::fs::write(&file, text).unwrap();
         fails(&["apply", "-f", file.to_str().unwrap(), "--server", &up.url], 1, words);
     };
-    apply("apiVersion: pilotlight.dev/v1alpha1\nkind: Model\nmetadata: {name: a}\nspec: {source: {url: x}}\n", &["url"]);
+    apply(
+        "apiVersion: pilotlight.dev/v1alpha1\nkind: Model\nmetadata: {name: a}\nspec: {source: {url: x}}\n",
+        &["url"],
+    );
     apply(
         "apiVersion: pilotlight.dev/v1alpha1\nkind: Model\nmetadata: {name: a}\nspec: {source: {uri: 'file:///x'}, scaling: {idleSeconds: soon}}\n",
         &["idleSeconds"],
     );
-    apply("apiVersion: pilotlight.dev/v1alpha1\nkind: Model\nmetadata: {name: a}\nspec: {source: {uri: 'ftp://x'}}\n", &["ftp"]);
+    apply(
+        "apiVersion: pilotlight.dev/v1alpha1\nkind: Model\nmetadata: {name: a}\nspec: {source: {uri: 'ftp://x'}}\n",
+        &["ftp"],
+    );
     apply("kind: Model\n", &["apiVersion"]);
     apply("apiVersion: v1\nkind: Cat\nmetadata: {name: a}\n", &["Cat"]);
     apply(": : :\n", &["bad.yaml"]);
@@ -151,7 +162,9 @@ async fn bad_sources_are_told_by_a_condition_and_by_http() {
         assert!(answer["error"]["message"].as_str().unwrap().contains(words), "{name}: {answer:#}");
         let model = up
             .until(name, "a False condition", |m| {
-                m["status"]["conditions"].as_array().is_some_and(|all| all.iter().any(|c| c["status"] == "False"))
+                m["status"]["conditions"]
+                    .as_array()
+                    .is_some_and(|all| all.iter().any(|c| c["status"] == "False"))
             })
             .await;
         let told = model["status"]["conditions"].as_array().unwrap().iter().any(|c| {

@@ -11,7 +11,8 @@ use world::{demo_model, run};
 fn ok(args: &[&str]) -> Value {
     let output = run(args);
     assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
-    serde_json::from_slice(&output.stdout).unwrap_or_else(|e| panic!("{args:?} printed no JSON document: {e}"))
+    serde_json::from_slice(&output.stdout)
+        .unwrap_or_else(|e| panic!("{args:?} printed no JSON document: {e}"))
 }
 
 fn fails(args: &[&str], words: &[&str]) {
@@ -41,7 +42,8 @@ fn convert_inspect_verify_and_bench() {
         let inspected = ok(&["checkpoint", "inspect", folder, "-o", "json"]);
         assert!(inspected.to_string().contains("LlamaForCausalLM"), "{inspected:#}");
     }
-    let manifest: Value = serde_json::from_slice(&fs::read(Path::new(made).join("manifest.json")).unwrap()).unwrap();
+    let manifest: Value =
+        serde_json::from_slice(&fs::read(Path::new(made).join("manifest.json")).unwrap()).unwrap();
     assert!(manifest["version"].is_u64(), "the version stands at the top");
     let weights = fs::read(Path::new(made).join("model.safetensors")).unwrap();
     let header = u64::from_le_bytes(weights[..8].try_into().unwrap());
@@ -49,7 +51,15 @@ fn convert_inspect_verify_and_bench() {
     for reader in ["uring", "pread"] {
         let report = ok(&["checkpoint", "bench", made, "--raw", "--reader", reader, "-o", "json"]);
         assert!(report["fraction"].as_f64().unwrap() > 0.0, "{report:#}");
-        for key in ["bytes", "seconds", "bytes_per_second", "raw_bytes_per_second", "cpu_seconds", "block_bytes", "depth"] {
+        for key in [
+            "bytes",
+            "seconds",
+            "bytes_per_second",
+            "raw_bytes_per_second",
+            "cpu_seconds",
+            "block_bytes",
+            "depth",
+        ] {
             assert!(report[key].is_number(), "{key}: {report:#}");
         }
         assert_eq!(report["reader"], reader);
@@ -80,7 +90,8 @@ fn damage_is_found_and_named() {
     fails(&["checkpoint", "verify", edited.to_str().unwrap()], &["config.json"]);
     let newer = dir.path().join("newer");
     copy(&made, &newer);
-    let mut manifest: Value = serde_json::from_slice(&fs::read(newer.join("manifest.json")).unwrap()).unwrap();
+    let mut manifest: Value =
+        serde_json::from_slice(&fs::read(newer.join("manifest.json")).unwrap()).unwrap();
     manifest["version"] = 999.into();
     fs::write(newer.join("manifest.json"), manifest.to_string()).unwrap();
     fails(&["checkpoint", "verify", newer.to_str().unwrap()], &["999"]);

@@ -30,7 +30,8 @@ async fn traced(reader: &str) -> Option<(String, String)> {
 #[tokio::test]
 async fn loads_use_o_direct_and_io_uring_and_both_readers_give_the_same_bytes() {
     let Some((by_uring, trace)) = traced("uring").await else { return };
-    let direct = |trace: &str| trace.lines().any(|l| l.contains("model.safetensors") && l.contains("O_DIRECT"));
+    let direct =
+        |trace: &str| trace.lines().any(|l| l.contains("model.safetensors") && l.contains("O_DIRECT"));
     assert!(direct(&trace), "no weights were opened with O_DIRECT");
     assert!(trace.contains("io_uring_enter("), "io_uring was not used");
     let Some((by_pread, trace)) = traced("pread").await else { return };

@@ -26,11 +26,11 @@ async fn a_cold_request_is_answered_and_its_phases_add_up() {
     assert_eq!(status, 200, "{answer:#}");
     assert!(!answer["choices"][0]["message"]["content"].as_str().unwrap().is_empty());
     assert!(answer["usage"]["completion_tokens"].as_u64().unwrap() >= 1);
-    let model = up.until("demo", "a cold start's report", |m| m["status"]["coldStart"]["last"].is_object()).await;
+    let model =
+        up.until("demo", "a cold start's report", |m| m["status"]["coldStart"]["last"].is_object()).await;
     phases_add_up(&model["status"]["coldStart"]["last"]);
     assert_eq!(model["status"]["phase"], "Ready");
-    let explained: Value =
-        serde_json::from_str(&up.ok(&["explain", "model", "demo", "-o", "json"])).unwrap();
+    let explained: Value = serde_json::from_str(&up.ok(&["explain", "model", "demo", "-o", "json"])).unwrap();
     assert!(explained.to_string().contains("local"), "{explained:#}");
     let (_, again) = up.post("/v1/chat/completions", &request).await;
     assert_eq!(again["choices"], answer["choices"], "the same seed says the same");
@@ -58,7 +58,8 @@ async fn scales_to_zero_and_back() {
 async fn a_stream_keeps_a_model_awake_and_its_end_lets_it_sleep() {
     let up = Up::start(&[]);
     up.apply(&[model("demo", &demo_model(), json!({ "idleSeconds": 1 }))]);
-    let request = json!({ "model": "demo", "prompt": "O", "max_tokens": 400, "ignore_eos": true, "stream": true });
+    let request =
+        json!({ "model": "demo", "prompt": "O", "max_tokens": 400, "ignore_eos": true, "stream": true });
     let mut body = up.send("POST", "/v1/completions", request.to_string()).await.into_body();
     let mut bytes = Vec::new();
     while let Some(frame) = body.frame().await {
@@ -82,9 +83,8 @@ async fn a_restart_finds_the_models_and_the_disk_tier() {
     up.stop();
     let up = Up::start_in(dir.path(), &[]);
     assert_eq!(up.complete("demo", json!({})).await, first);
-    let model = up.until("demo", "a cold start from disk", |m| {
-        m["status"]["coldStart"]["last"]["path"] == "disk"
-    });
+    let model =
+        up.until("demo", "a cold start from disk", |m| m["status"]["coldStart"]["last"]["path"] == "disk");
     assert_eq!(model.await["status"]["coldStart"]["last"]["phases"]["fetch"], 0.0);
     let below = up.kill();
     let deadline = Instant::now() + PATIENCE;
@@ -119,7 +119,8 @@ async fn closing_the_connection_ends_the_session() {
     up.apply(&[model("demo", &demo_model(), json!({}))]);
     up.complete("demo", json!({})).await;
     let agent = up.agent_url();
-    let request = json!({ "model": "demo", "prompt": "O", "max_tokens": 100_000, "ignore_eos": true, "stream": true });
+    let request =
+        json!({ "model": "demo", "prompt": "O", "max_tokens": 100_000, "ignore_eos": true, "stream": true });
     let mut body = up.send("POST", "/v1/completions", json!(request).to_string()).await.into_body();
     body.frame().await.unwrap().unwrap();
     drop(body);
@@ -142,5 +143,42 @@ async fn a_killed_worker_and_a_killed_agent_are_started_again() {
         }
         assert_eq!(up.complete("demo", json!({})).await, first, "after the{word}was killed");
     }
+    up.stop();
+}
+
+#[tokio::test]
+async fn models_take_turns_in_a_small_pool_and_the_least_recently_used_one_goes() {
+    let dir = tempfile::tempdir().unwrap();
+    // 96 MiB are 12 chunks: two models of 4 chunks and their KV pages fit, a third does not.
+    let up = Up::start(&["--host-memory", "96MiB"]);
+    let names = ["first", "second", "third"];
+    let manifests = names.map(|name| model(name, &world::heavy_model(dir.path(), name, 24), json!({})));
+    up.apply(&manifests);
+    let expected = up.complete("first", json!({})).await;
+    for name in ["second", "first", "third"] {
+        assert_eq!(up.complete(name, json!({})).await, expected, "{name}: its ballast changes nothing");
+    }
+    up.until("second", "drained for the third: it was used least recently", |m| {
+        m["status"]["phase"] == "Idle"
+    })
+    .await;
+    assert_eq!(up.model("first")["status"]["phase"], "Ready", "used more recently, it stays");
+    for name in ["second", "third", "first"] {
+        assert_eq!(up.complete(name, json!({})).await, expected, "{name}, in turn");
+    }
+    up.stop();
+}
+
+#[tokio::test]
+async fn a_model_that_can_never_fit_is_refused_with_both_sizes() {
+    let dir = tempfile::tempdir().unwrap();
+    let up = Up::start(&["--host-memory", "32MiB"]);
+    up.apply(&[model("heavy", &world::heavy_model(dir.path(), "heavy", 40), json!({}))]);
+    let (status, answer) = up.post("/v1/completions", &json!({ "model": "heavy", "prompt": "x" })).await;
+    assert_eq!(status, 503, "{answer:#}");
+    let message = answer["error"]["message"].as_str().unwrap();
+    assert!(message.contains("memory") && message.contains("32MiB") && message.contains("MiB"), "{message}");
+    up.apply(&[model("demo", &demo_model(), json!({}))]);
+    assert!(!up.complete("demo", json!({})).await.is_empty(), "the node serves what fits");
     up.stop();
 }

@@ -3,18 +3,18 @@
 //! It deliberately does **not** know HTTP, Kubernetes or the other nodes: an agent speaks to it through
 //! [`protocol`] alone.
 
-pub mod weights;
-pub mod model;
-pub mod kv;
-pub mod sample;
-pub mod kernels;
-pub mod numerics;
-pub mod probe;
-pub mod threads;
 mod batch;
 pub mod frame;
+pub mod kernels;
+pub mod kv;
+pub mod model;
+pub mod numerics;
+pub mod probe;
 pub mod protocol;
+pub mod sample;
 pub mod text;
+pub mod threads;
+pub mod weights;
 pub mod worker;
 
 #[cfg(test)]

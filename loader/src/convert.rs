@@ -55,7 +55,11 @@ pub struct ConvertOptions {
 
 impl Default for ConvertOptions {
     fn default() -> Self {
-        ConvertOptions { source: Source::default(), chunk_bytes: manifest::CHUNK_BYTES, reader: ReaderKind::Auto }
+        ConvertOptions {
+            source: Source::default(),
+            chunk_bytes: manifest::CHUNK_BYTES,
+            reader: ReaderKind::Auto,
+        }
     }
 }
 

@@ -108,7 +108,8 @@ pub(crate) async fn stream(
             }
         }
     }
-    Err(Failure::new("the stream ended before it was done").cure("ask again; `pilotlight get nodes` shows who is there"))
+    Err(Failure::new("the stream ended before it was done")
+        .cure("ask again; `pilotlight get nodes` shows who is there"))
 }
 
 /// Cuts a stream of server-sent events into the data of each.

@@ -82,11 +82,13 @@ fn for_people(summary: &Summary, wide: bool) -> String {
     if let Some(digest) = &summary.digest {
         text.push_str(&format!("{digest}\n"));
     }
-    let dtypes: Vec<String> = summary.dtypes.iter().map(|(dtype, bytes)| format!("{dtype} {bytes}")).collect();
+    let dtypes: Vec<String> =
+        summary.dtypes.iter().map(|(dtype, bytes)| format!("{dtype} {bytes}")).collect();
     text.push_str(&format!("{}\n\n", dtypes.join(", ")));
     let mut table = Table::new(&["FILE", "SIZE", "DATA AT", "CHUNKS"]);
     for file in &summary.files {
-        let cells = [file.name.clone(), file.bytes.to_string(), file.data_start.to_string(), file.chunks.to_string()];
+        let cells =
+            [file.name.clone(), file.bytes.to_string(), file.data_start.to_string(), file.chunks.to_string()];
         table.row(cells);
     }
     text.push_str(&table.render());
@@ -130,7 +132,13 @@ fn verify(path: &Path, output: Format, cancel: &CancelFlag) -> Result<(), Failur
     print(&format!("{}: {files} file(s), {tensors} tensors, {}: {how}\n", path.display(), verified.bytes))
 }
 
-fn bench(path: &Path, raw: bool, reader: ReaderKind, output: Format, cancel: &CancelFlag) -> Result<(), Failure> {
+fn bench(
+    path: &Path,
+    raw: bool,
+    reader: ReaderKind,
+    output: Format,
+    cancel: &CancelFlag,
+) -> Result<(), Failure> {
     let options = BenchOptions { load: LoadOptions { reader, ..LoadOptions::default() }, raw };
     let report = bench::bench(path, &options, cancel)?;
     if output.is_document() {
@@ -158,7 +166,11 @@ fn bench_for_people(report: &BenchReport) -> String {
     text.push_str(&format!(
         "{}, {}, {}; pool pages: {}\n",
         said(report.verified, "every chunk verified", "no checksums to verify: convert it first"),
-        said(report.direct, "read with O_DIRECT", "this file system has no O_DIRECT: read through the page cache"),
+        said(
+            report.direct,
+            "read with O_DIRECT",
+            "this file system has no O_DIRECT: read through the page cache"
+        ),
         said(report.cold, "from a cold page cache", "NOT cold: some pages stayed in the page cache"),
         report.pages
     ));

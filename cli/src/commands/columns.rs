@@ -14,9 +14,10 @@ pub(crate) fn header(kind: Kind, wide: bool) -> Vec<&'static str> {
             &["NAME", "PHASE", "READY", "WARMEST", "COLD-START", "LAST-USED", "AGE"],
             &["SERVED-NAMES", "SIZE", "REASON", "SOURCE"],
         ),
-        Kind::Nodes => {
-            (&["NAME", "READY", "DEVICES", "HOST", "DISK", "MODELS", "SESSIONS", "AGE"], &["PAGES", "VERSION", "ENDPOINT"])
-        }
+        Kind::Nodes => (
+            &["NAME", "READY", "DEVICES", "HOST", "DISK", "MODELS", "SESSIONS", "AGE"],
+            &["PAGES", "VERSION", "ENDPOINT"],
+        ),
         Kind::Replicas => (
             &["NAME", "MODEL", "NODE", "HOLD", "PHASE", "PROGRESS", "AGE"],
             &["GENERATION", "SERVING-ON", "REASON", "MESSAGE"],
@@ -51,7 +52,9 @@ fn model(object: &Value, wide: bool, now: Timestamp, cells: &mut Vec<String>) {
         since(&object["metadata"]["creationTimestamp"], now),
     ]);
     if wide {
-        let names = status["servedNames"].as_array().map(|names| names.iter().map(text).collect::<Vec<_>>().join(","));
+        let names = status["servedNames"]
+            .as_array()
+            .map(|names| names.iter().map(text).collect::<Vec<_>>().join(","));
         cells.extend([
             names.unwrap_or_default(),
             text(&status["resolved"]["size"]),
@@ -77,13 +80,18 @@ fn node(object: &Value, wide: bool, now: Timestamp, cells: &mut Vec<String>) {
         since(&object["metadata"]["creationTimestamp"], now),
     ]);
     if wide {
-        cells.extend([text(&tier(status, "host")["pages"]), text(&status["version"]), text(&status["endpoint"])]);
+        cells.extend([
+            text(&tier(status, "host")["pages"]),
+            text(&status["version"]),
+            text(&status["endpoint"]),
+        ]);
     }
 }
 
 fn replica(object: &Value, wide: bool, now: Timestamp, cells: &mut Vec<String>) {
     let (spec, status) = (&object["spec"], &object["status"]);
-    let (done, total) = (status["bytesDone"].as_u64().unwrap_or(0), status["bytesTotal"].as_u64().unwrap_or(0));
+    let (done, total) =
+        (status["bytesDone"].as_u64().unwrap_or(0), status["bytesTotal"].as_u64().unwrap_or(0));
     let progress = if total == 0 { String::new() } else { format!("{}%", done.min(total) * 100 / total) };
     cells.extend([
         text(&spec["modelName"]),
@@ -95,7 +103,12 @@ fn replica(object: &Value, wide: bool, now: Timestamp, cells: &mut Vec<String>) 
     ]);
     if wide {
         let serving = list(&status["servingOn"]).iter().map(text).collect::<Vec<_>>().join(",");
-        cells.extend([text(&spec["orderGeneration"]), serving, text(&status["reason"]), text(&status["message"])]);
+        cells.extend([
+            text(&spec["orderGeneration"]),
+            serving,
+            text(&status["reason"]),
+            text(&status["message"]),
+        ]);
     }
 }
 
@@ -156,6 +169,9 @@ mod tests {
             "status": { "phase": "Idle", "ready": "0/0", "residency": { "warmest": "host" }, "coldStart": { "summary": "40ms" } },
         });
         let now = Timestamp::from_micros(1_700_000_060_000_000);
-        assert_eq!(cells(Kind::Models, &object, false, now), ["demo", "Idle", "0/0", "host", "40ms", "", "60s"]);
+        assert_eq!(
+            cells(Kind::Models, &object, false, now),
+            ["demo", "Idle", "0/0", "host", "40ms", "", "60s"]
+        );
     }
 }

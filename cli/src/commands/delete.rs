@@ -22,7 +22,12 @@ pub(crate) async fn run(args: DeleteArgs) -> Result<(), Failure> {
     for target in targets {
         let done = store.delete_object(&target, DeleteOptions::default()).await;
         done.map_err(|e| unreachable_hint(&e, &args.server.server))?;
-        print(&format!("{}.{}/{} deleted\n", target.kind.name().to_lowercase(), target.kind.group(), target.name))?;
+        print(&format!(
+            "{}.{}/{} deleted\n",
+            target.kind.name().to_lowercase(),
+            target.kind.group(),
+            target.name
+        ))?;
     }
     Ok(())
 }

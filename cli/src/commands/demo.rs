@@ -47,7 +47,8 @@ pub(crate) async fn run(args: DemoArgs, log: String, stop: Stop) -> Result<(), F
         Some(_) => None,
         None => Some(tempdir()?),
     };
-    let data_dir = args.data_dir.clone().or_else(|| temporary.as_ref().map(|t| t.0.clone())).unwrap_or_default();
+    let data_dir =
+        args.data_dir.clone().or_else(|| temporary.as_ref().map(|t| t.0.clone())).unwrap_or_default();
     let running = up::start(settings(&data_dir, log), stop.clone()).await?;
     let asked = ask(&args, running.url(), &data_dir).await;
     match asked {
@@ -99,7 +100,10 @@ async fn ask(args: &DemoArgs, url: &str, data_dir: &Path) -> Result<Report, Fail
     store.apply_object(Kind::Model, manifest).await?;
     let quiet = args.output.is_document();
     if !quiet {
-        print(&format!("Pilotlight is up at {url}. The demo model is cold: nothing of it is loaded.\n\n> {}\n\n", args.message))?;
+        print(&format!(
+            "Pilotlight is up at {url}. The demo model is cold: nothing of it is loaded.\n\n> {}\n\n",
+            args.message
+        ))?;
     }
     let body = json!({
         "model": "demo", "stream": true, "max_tokens": args.max_tokens, "seed": 1, "temperature": 0.7,
@@ -138,7 +142,8 @@ async fn cold_start(store: &pilotlight_store::RemoteStore) -> Result<Value, Fail
         if reported(&current) {
             return Ok(current["status"].clone());
         }
-        let mut changes = store.watch_objects(Kind::Model, &filter, pilotlight_store::Version::of(&current)).await?;
+        let mut changes =
+            store.watch_objects(Kind::Model, &filter, pilotlight_store::Version::of(&current)).await?;
         while let Some(change) = changes.next().await {
             if let Change::Applied(model) = change?
                 && reported(&model)
@@ -183,7 +188,12 @@ fn for_people(report: &Report) -> String {
     for phase in Phase::ALL {
         let seconds = report.phases.get(phase);
         if seconds > 0.0 {
-            text.push_str(&format!("  {:<8} {:>8.1} ms   {}\n", phase.as_str(), seconds * 1000.0, about(phase)));
+            text.push_str(&format!(
+                "  {:<8} {:>8.1} ms   {}\n",
+                phase.as_str(),
+                seconds * 1000.0,
+                about(phase)
+            ));
         }
     }
     text

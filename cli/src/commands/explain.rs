@@ -28,14 +28,21 @@ fn for_people(explanation: &Explanation) -> String {
         text.push_str(&format!("no node: {}\n", explanation.unplaced));
     }
     text.push('\n');
-    let mut table = Table::new(&["NODE", "CHOSEN", "TTFT", "FROM", "ON", "QUEUE", "MOVE", "WARM", "PREFILL", "WHY NOT"]);
+    let mut table =
+        Table::new(&["NODE", "CHOSEN", "TTFT", "FROM", "ON", "QUEUE", "MOVE", "WARM", "PREFILL", "WHY NOT"]);
     for candidate in &explanation.candidates {
-        let mut cells = vec![candidate.node.clone(), if candidate.chosen { "yes".into() } else { String::new() }];
+        let mut cells =
+            vec![candidate.node.clone(), if candidate.chosen { "yes".into() } else { String::new() }];
         match &candidate.estimate {
             None => cells.extend(std::iter::repeat_n(String::new(), 7)),
             Some(estimate) => {
                 let moved = estimate.tiers.iter().map(|tier| {
-                    format!("{} to {} in {}", ByteCount::new(tier.missing_bytes), tier.tier, seconds(tier.seconds))
+                    format!(
+                        "{} to {} in {}",
+                        ByteCount::new(tier.missing_bytes),
+                        tier.tier,
+                        seconds(tier.seconds)
+                    )
                 });
                 cells.extend([
                     seconds(estimate.total_seconds),

@@ -15,7 +15,8 @@ use crate::server::{store, store_kind, unreachable_hint};
 pub(crate) async fn run(args: GetArgs) -> Result<(), Failure> {
     let store = store(&args.server.server)?;
     let kind = store_kind(args.kind);
-    let mut filter = if kind.namespaced() { Filter::namespace(&args.server.namespace) } else { Filter::all() };
+    let mut filter =
+        if kind.namespaced() { Filter::namespace(&args.server.namespace) } else { Filter::all() };
     if let Some(name) = &args.name {
         filter = filter.name(name);
     }
@@ -70,7 +71,9 @@ fn show_all(args: &GetArgs, items: &[Value]) -> Result<(), Failure> {
         Format::Json | Format::Yaml => {
             args.output.print(&json!({ "apiVersion": "v1", "kind": "List", "metadata": {}, "items": items }))
         }
-        _ if items.is_empty() && !args.watch => print(&format!("no {} in namespace {}\n", plural(args), args.server.namespace)),
+        _ if items.is_empty() && !args.watch => {
+            print(&format!("no {} in namespace {}\n", plural(args), args.server.namespace))
+        }
         _ => print(&table(args, items, true)),
     }
 }

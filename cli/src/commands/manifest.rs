@@ -22,9 +22,11 @@ pub(crate) struct Document {
 
 /// Reads a file, or standard input for `-`, and checks every document before anything is done with one.
 pub(crate) fn read(file: &str, namespace: &str) -> Result<Vec<Document>, Failure> {
-    let text = if file == "-" { read_limited(std::io::stdin().lock()) } else { open(file).and_then(read_limited) };
+    let text =
+        if file == "-" { read_limited(std::io::stdin().lock()) } else { open(file).and_then(read_limited) };
     let text = text.map_err(|e| {
-        Failure::new(format!("read the manifest {file}: {e}")).cure("name a YAML or JSON file with -f, or - for standard input")
+        Failure::new(format!("read the manifest {file}: {e}"))
+            .cure("name a YAML or JSON file with -f, or - for standard input")
     })?;
     parse(file, &text, namespace)
 }
@@ -46,9 +48,8 @@ fn parse(file: &str, text: &str, namespace: &str) -> Result<Vec<Document>, Failu
     let mut documents = Vec::new();
     for (index, document) in serde_yaml::Deserializer::from_str(text).enumerate() {
         let place = format!("{file}, document {}", index + 1);
-        let value = Value::deserialize(document).map_err(|e| {
-            Failure::new(format!("{place} is neither YAML nor JSON: {e}"))
-        })?;
+        let value = Value::deserialize(document)
+            .map_err(|e| Failure::new(format!("{place} is neither YAML nor JSON: {e}")))?;
         match value {
             Value::Null => {}
             list if list["kind"] == "List" => {
@@ -60,7 +61,8 @@ fn parse(file: &str, text: &str, namespace: &str) -> Result<Vec<Document>, Failu
         }
     }
     if documents.is_empty() {
-        return Err(Failure::new(format!("{file} holds no object")).cure("a Model needs apiVersion, kind, metadata.name and spec.source.uri"));
+        return Err(Failure::new(format!("{file} holds no object"))
+            .cure("a Model needs apiVersion, kind, metadata.name and spec.source.uri"));
     }
     Ok(documents)
 }
@@ -95,7 +97,9 @@ mod tests {
 
     #[test]
     fn documents_and_lists_are_taken_apart() {
-        let text = format!("{MODEL}---\n---\n{{\"kind\": \"List\", \"items\": [{{\"apiVersion\": \"pilotlight.dev/v1alpha1\", \"kind\": \"ModelNode\", \"metadata\": {{\"name\": \"n\"}}}}]}}\n");
+        let text = format!(
+            "{MODEL}---\n---\n{{\"kind\": \"List\", \"items\": [{{\"apiVersion\": \"pilotlight.dev/v1alpha1\", \"kind\": \"ModelNode\", \"metadata\": {{\"name\": \"n\"}}}}]}}\n"
+        );
         let documents = parse("f", &text, "team").unwrap();
         assert_eq!(documents.len(), 2);
         assert_eq!(documents[0].object["metadata"]["namespace"], "team");

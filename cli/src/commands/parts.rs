@@ -24,7 +24,8 @@ const DRAIN: Duration = Duration::from_secs(20);
 async fn cluster(args: &ClusterArgs, part: &str) -> Result<Arc<dyn ClusterStore>, Failure> {
     let store = RemoteStore::from_kubeconfig(args.kubeconfig.as_deref(), &format!("pilotlight-{part}")).await;
     Ok(Arc::new(store.map_err(|e| {
-        Failure::from_error(&e).cure("name a kubeconfig with --kubeconfig or KUBECONFIG, or run inside the cluster")
+        Failure::from_error(&e)
+            .cure("name a kubeconfig with --kubeconfig or KUBECONFIG, or run inside the cluster")
     })?))
 }
 
@@ -45,7 +46,8 @@ async fn serve(
     };
     let listener = http::bind(listen).await?;
     let address = listener.local_addr()?;
-    let serving = tokio::spawn(http::serve(listener, app.fallback(pilotlight_router::not_found), stop, DRAIN));
+    let serving =
+        tokio::spawn(http::serve(listener, app.fallback(pilotlight_router::not_found), stop, DRAIN));
     print(&format!("ready http://{address}\n"))?;
     Ok(serving)
 }
@@ -57,7 +59,8 @@ pub(crate) async fn operator(args: OperatorArgs, stop: Stop) -> Result<(), Failu
     let store = cluster(&args.cluster, "operator").await?;
     let operator = Operator::new(store, Arc::new(SystemClock), config, &registry)?;
     let health = admin::routes(registry, operator.handle().ready());
-    let serving = serve(operator.routes(), health, &args.listen, args.admin_listen.as_deref(), stop.clone()).await?;
+    let serving =
+        serve(operator.routes(), health, &args.listen, args.admin_listen.as_deref(), stop.clone()).await?;
     operator.run(stop).await;
     Ok(serving.await?)
 }
@@ -66,9 +69,11 @@ pub(crate) async fn operator(args: OperatorArgs, stop: Stop) -> Result<(), Failu
 pub(crate) async fn router(args: RouterArgs, stop: Stop) -> Result<(), Failure> {
     let registry = prometheus::Registry::new();
     let config = args.settings.check().map_err(|e| Failure::usage(e.to_string()))?;
-    let router = Router::new(config, cluster(&args.cluster, "router").await?, Arc::new(SystemClock), &registry)?;
+    let router =
+        Router::new(config, cluster(&args.cluster, "router").await?, Arc::new(SystemClock), &registry)?;
     let health = admin::routes(registry, router.readiness());
-    let serving = serve(router.routes(), health, &args.listen, args.admin_listen.as_deref(), stop.clone()).await?;
+    let serving =
+        serve(router.routes(), health, &args.listen, args.admin_listen.as_deref(), stop.clone()).await?;
     router.run(stop).await;
     Ok(serving.await?)
 }
@@ -94,8 +99,9 @@ pub(crate) async fn agent(args: AgentArgs, stop: Stop) -> Result<(), Failure> {
         reader: args.offer.reader,
         source_root: Vec::new(),
     };
-    let config =
-        settings.check(WorkerProgram::this_program()?).map_err(|e| Failure::usage(Failure::from_error(&e).cause()))?;
+    let config = settings
+        .check(WorkerProgram::this_program()?)
+        .map_err(|e| Failure::usage(Failure::from_error(&e).cause()))?;
     let _held = up::DataDir::take(&data_dir)?;
     Ok(pilotlight_node_agent::run(config, cluster(&args.cluster, "agent").await?, stop).await?)
 }
@@ -117,8 +123,12 @@ pub(crate) fn worker(args: &WorkerArgs) -> Result<(), Failure> {
         Some(name) => Some(name.parse::<KernelSet>().map_err(|e| Failure::usage(e.to_string()))?),
         None => None,
     };
-    let settings =
-        WorkerSettings { device: args.device.clone(), kernels, threads: args.threads, ..WorkerSettings::default() };
+    let settings = WorkerSettings {
+        device: args.device.clone(),
+        kernels,
+        threads: args.threads,
+        ..WorkerSettings::default()
+    };
     worker::run(worker::socket_from_stdin()?, settings)?;
     // Threads may still compute for nobody.
     std::process::exit(0);

@@ -36,8 +36,11 @@ impl DataDir {
             let _unreadable = lock.read_to_string(&mut holder);
             let holder = holder.trim();
             let who = if holder.is_empty() { String::new() } else { format!(" (process {holder})") };
-            return Err(Failure::new(format!("the data directory {} is in use by another pilotlight{who}", path.display()))
-                .cure("stop that one, or give this one a directory of its own with --data-dir"));
+            return Err(Failure::new(format!(
+                "the data directory {} is in use by another pilotlight{who}",
+                path.display()
+            ))
+            .cure("stop that one, or give this one a directory of its own with --data-dir"));
         }
         lock.set_len(0).and_then(|()| lock.rewind()).map_err(|e| cannot("write in", e))?;
         write!(lock, "{}", std::process::id()).map_err(|e| cannot("write in", e))?;
@@ -57,7 +60,9 @@ pub(crate) fn default_path() -> Result<PathBuf, Failure> {
     absolute("XDG_DATA_HOME")
         .or_else(|| absolute("HOME").map(|home| home.join(".local/share")))
         .map(|base| base.join("pilotlight"))
-        .ok_or_else(|| Failure::new("neither XDG_DATA_HOME nor HOME is set").cure("name a directory with --data-dir"))
+        .ok_or_else(|| {
+            Failure::new("neither XDG_DATA_HOME nor HOME is set").cure("name a directory with --data-dir")
+        })
 }
 
 #[cfg(test)]

@@ -29,7 +29,11 @@ pub fn demo_model() -> PathBuf {
 
 /// A small random model whose references the engine's tests check; it has no tokenizer.
 pub fn reference_model(case: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../engine/tests/references").join(case).canonicalize().unwrap()
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../engine/tests/references")
+        .join(case)
+        .canonicalize()
+        .unwrap()
 }
 
 /// A Model manifest.
@@ -115,7 +119,12 @@ impl Up {
     /// The same, and it must succeed; its standard output.
     pub fn ok(&self, args: &[&str]) -> String {
         let output = self.run(args);
-        assert!(output.status.success(), "{args:?}: {}\n{}", String::from_utf8_lossy(&output.stderr), self.log());
+        assert!(
+            output.status.success(),
+            "{args:?}: {}\n{}",
+            String::from_utf8_lossy(&output.stderr),
+            self.log()
+        );
         String::from_utf8(output.stdout).unwrap()
     }
 
@@ -154,14 +163,20 @@ impl Up {
             .header("content-type", "application/json")
             .body(Full::new(body.into()))
             .unwrap();
-        tokio::time::timeout(PATIENCE, self.client.request(request)).await.expect("an answer in time").unwrap()
+        tokio::time::timeout(PATIENCE, self.client.request(request))
+            .await
+            .expect("an answer in time")
+            .unwrap()
     }
 
     /// Posts JSON and reads the JSON answer.
     pub async fn post(&self, path: &str, body: &Value) -> (u16, Value) {
         let answer = self.send("POST", path, body.to_string()).await;
         let status = answer.status().as_u16();
-        let bytes = tokio::time::timeout(PATIENCE, answer.into_body().collect()).await.expect("a body in time").unwrap();
+        let bytes = tokio::time::timeout(PATIENCE, answer.into_body().collect())
+            .await
+            .expect("a body in time")
+            .unwrap();
         let bytes = bytes.to_bytes();
         (status, serde_json::from_slice(&bytes).unwrap_or_else(|_| json!(String::from_utf8_lossy(&bytes))))
     }
@@ -274,7 +289,9 @@ pub fn wait(child: &mut Child, at_most: Duration) -> Option<std::process::ExitSt
 }
 
 fn command_line(pid: u32) -> String {
-    std::fs::read(format!("/proc/{pid}/cmdline")).map(|b| String::from_utf8_lossy(&b).replace('\0', " ")).unwrap_or_default()
+    std::fs::read(format!("/proc/{pid}/cmdline"))
+        .map(|b| String::from_utf8_lossy(&b).replace('\0', " "))
+        .unwrap_or_default()
 }
 
 /// Every process below this one.
@@ -296,4 +313,25 @@ pub fn descendants(pid: u32) -> Vec<u32> {
     }
     below.remove(0);
     below
+}
+
+/// The demo model with so many bytes more of weights that nobody uses, different for each name.
+pub fn heavy_model(folder: &Path, name: &str, mebibytes: usize) -> PathBuf {
+    let made = folder.join(name);
+    std::fs::create_dir(&made).unwrap();
+    for file in ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"] {
+        std::fs::copy(demo_model().join(file), made.join(file)).unwrap();
+    }
+    let weights = std::fs::read(demo_model().join("model.safetensors")).unwrap();
+    let header_end = 8 + u64::from_le_bytes(weights[..8].try_into().unwrap()) as usize;
+    let mut header: Value = serde_json::from_slice(&weights[8..header_end]).unwrap();
+    let (data, ballast) = (weights.len() - header_end, mebibytes << 20);
+    header["ballast"] = json!({ "dtype": "U8", "shape": [ballast], "data_offsets": [data, data + ballast] });
+    let header = header.to_string();
+    let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+    bytes.extend_from_slice(header.as_bytes());
+    bytes.extend_from_slice(&weights[header_end..]);
+    bytes.extend(name.bytes().cycle().take(ballast));
+    std::fs::write(made.join("model.safetensors"), bytes).unwrap();
+    made
 }

@@ -124,7 +124,8 @@ impl Batch {
                 let prompt_ids = entry.session.prompt().to_vec();
                 let (device, numerics) = (self.settings.device.clone(), self.settings.numerics.clone());
                 let waited = Phases::default();
-                events.push((key, SessionEvent::Accepted { prompt_ids, device, numerics, waited, from: None }));
+                events
+                    .push((key, SessionEvent::Accepted { prompt_ids, device, numerics, waited, from: None }));
                 match ended {
                     Some(reason) => events.push((key, done(&entry.session, reason))),
                     None => self.sessions.push(entry),

@@ -12,8 +12,8 @@
 
 use std::time::Duration;
 
-use pilotlight_domain::{SessionId, Tier};
 use pilotlight_domain::session::{FailureCode, FinishReason, Logprobs, Retry, SessionSpec, Usage};
+use pilotlight_domain::{SessionId, Tier};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;

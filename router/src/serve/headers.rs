@@ -150,7 +150,12 @@ mod tests {
     fn a_cold_start_is_told_with_its_partition() {
         let cold =
             Cold { path: "disk".into(), phases: Phases { hold: 0.25, read: 0.5, ..Phases::default() } };
-        let served = Served { device: "gpu0".into(), from: Some(Tier::Disk), queued: Duration::from_millis(12), cold: Some(cold) };
+        let served = Served {
+            device: "gpu0".into(),
+            from: Some(Tier::Disk),
+            queued: Duration::from_millis(12),
+            cold: Some(cold),
+        };
         let mut headers = HeaderMap::new();
         served.write(&mut headers);
         assert_eq!(headers["x-pilotlight-served-by"], "gpu");

@@ -3,8 +3,8 @@
 //! A token is forwarded only if its `(epoch, index)` is the next one expected. Anything else is dropped and counted,
 //! whoever says it and however often.
 
-use pilotlight_domain::{Phases, Tier};
 use pilotlight_domain::session::{FailureCode, FinishReason, Logprobs, Retry, SessionEvent, TokenId, Usage};
+use pilotlight_domain::{Phases, Tier};
 
 /// Prompt ids, ids forwarded, and the epoch: what a replay needs.
 #[derive(Clone, Debug, Default, PartialEq)]

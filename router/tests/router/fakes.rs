@@ -118,8 +118,14 @@ impl FakeSession {
 
     pub(crate) async fn accept(&self, waited: Phases) {
         let (prompt_ids, from) = (vec![1, 2, 3], Some(pilotlight_domain::Tier::Disk));
-        self.say(&SessionEvent::Accepted { prompt_ids, device: "cpu".into(), numerics: "c".into(), waited, from })
-            .await;
+        self.say(&SessionEvent::Accepted {
+            prompt_ids,
+            device: "cpu".into(),
+            numerics: "c".into(),
+            waited,
+            from,
+        })
+        .await;
     }
 
     pub(crate) async fn token_at(&self, index: u32, text: &str, logprobs: Option<Logprobs>) {
