@@ -114,7 +114,8 @@ impl PoolMap {
         let map_error = |source: io::Error| MapError::Map { bytes, source };
         let len = chunks.len() * chunk;
         // A map of nothing still has an address.
-        let range = Range { base: reserve(len.max(chunk)).map_err(map_error)?, len: len.max(chunk) };
+        let reserved = len.max(chunk);
+        let mut range = Range { base: reserve(reserved).map_err(map_error)?, len: 0 };
         let mut at = 0;
         for run in chunks.chunk_by(|a, b| a.checked_add(1) == Some(*b)) {
             let run_bytes = run.len() * chunk;
@@ -129,9 +130,13 @@ impl PoolMap {
                     run.first().map_or(0, |&c| u64::from(c) * self.chunk_bytes.get()),
                 )
             };
+            // What is mapped is unmapped then; the rest of the range may be gone already and be somebody else's by now
+            // (a new thread's stack), and is left alone.
             result.map_err(|e| map_error(e.into()))?;
             at += run_bytes;
+            range.len = at;
         }
+        range.len = reserved;
         Ok(range)
     }
 }
@@ -150,6 +155,9 @@ unsafe impl Sync for Range {}
 
 impl Drop for Range {
     fn drop(&mut self) {
+        if self.len == 0 {
+            return;
+        }
         // SAFETY: the range belongs to this value alone, and the references given out borrow it.
         if let Err(error) = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) } {
             tracing::error!(%error, "unmap chunks");

@@ -113,19 +113,29 @@ impl Memory {
         let flags = if hugetlb { MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB } else { MemfdFlags::empty() };
         let fd = rustix::fs::memfd_create("pilotlight-pool", flags | MemfdFlags::CLOEXEC)?;
         rustix::fs::ftruncate(&fd, bytes as u64)?;
-        let base = reserve(bytes)?;
-        // SAFETY: `base` begins a range of `bytes` that `reserve` just made and nobody else knows; replacing it is what
-        // MAP_FIXED is for. The mapping is shared memory without Rust objects in it.
+        // Reserved huge pages lie at their own boundary wherever they are mapped; other memory is put there, into a range
+        // of ours. Where that fails, the range may be gone already and be somebody else's by now (a new thread's stack):
+        // then it is left alone, never unmapped.
+        let (at, fixed) = if hugetlb {
+            (std::ptr::null_mut(), rustix::mm::MapFlags::empty())
+        } else {
+            (reserve(bytes)?.as_ptr().cast(), rustix::mm::MapFlags::FIXED)
+        };
+        // SAFETY: without an address the kernel chooses a free range; with one it is the range of `bytes` that `reserve`
+        // just made and nobody else knows, and replacing it is what MAP_FIXED is for. The mapping is shared memory
+        // without Rust objects in it.
         let mapped = unsafe {
             rustix::mm::mmap(
-                base.as_ptr().cast(),
+                at,
                 bytes,
                 rustix::mm::ProtFlags::READ | rustix::mm::ProtFlags::WRITE,
-                rustix::mm::MapFlags::SHARED | rustix::mm::MapFlags::FIXED,
+                rustix::mm::MapFlags::SHARED | fixed,
                 &fd,
                 0,
             )
-        };
+        }?;
+        let base = NonNull::new(mapped.cast())
+            .ok_or_else(|| io::Error::other("the pool was mapped at address 0"))?;
         let memory = Memory {
             fd,
             base,
@@ -135,7 +145,6 @@ impl Memory {
             pages: (0..bytes / chunk_bytes).map(|_| AtomicU8::new(NONE)).collect(),
             slow: AtomicBool::new(false),
         };
-        mapped?; // After `memory` exists, so that its drop unmaps the reservation.
         memory.advise(0, bytes, libc::MADV_DONTFORK).ok();
         Ok(memory)
     }
@@ -290,6 +299,29 @@ impl MappingUsage {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A pool that could not have reserved huge pages once unmapped a range that was another thread's by then.
+    #[test]
+    fn memory_that_cannot_be_had_takes_nobody_elses() {
+        let stop = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            for seed in 0..2u8 {
+                let stop = &stop;
+                scope.spawn(move || {
+                    // Large enough that each gets a mapping of its own.
+                    while !stop.load(Ordering::Relaxed) {
+                        let block = vec![seed; 4 << 20];
+                        assert!(block.iter().step_by(4096).all(|&b| b == seed));
+                    }
+                });
+            }
+            for _ in 0..200 {
+                // Without a reservation in the system the first kind of memory fails, and the second is taken.
+                drop(Memory::create(16 * HUGE_BYTES, HUGE_BYTES, true).unwrap());
+            }
+            stop.store(true, Ordering::Relaxed);
+        });
+    }
 
     #[test]
     fn smaps_are_read_for_one_mapping() {

@@ -158,8 +158,20 @@ impl Talk {
 
     /// Takes an order over without changing what is done.
     fn note(&mut self, order: Order) {
-        let generation = order.generation.0;
+        let (generation, serves) = (order.generation.0, order.goal == Goal::Serve);
         self.order = order;
+        // A router that hears of the acceptance opens sessions: they must find that the model is to serve.
+        self.view.send_if_modified(|view| match view {
+            View::Idle if serves => {
+                *view = View::Waiting;
+                true
+            }
+            View::Waiting if !serves => {
+                *view = View::Idle;
+                true
+            }
+            _ => false,
+        });
         self.status.update(|s| s.order_generation = generation);
     }
 
