@@ -53,8 +53,8 @@ pub(crate) struct Table {
 
 impl Table {
     /// With its header.
-    pub(crate) fn new(header: &[&str]) -> Self {
-        Table { rows: vec![header.iter().map(|&h| h.to_owned()).collect()] }
+    pub(crate) fn new(header: impl IntoIterator<Item = impl Into<String>>) -> Self {
+        Table { rows: vec![header.into_iter().map(Into::into).collect()] }
     }
 
     /// One more row.
@@ -84,35 +84,15 @@ impl Table {
     }
 }
 
-/// An age as kubectl writes it: `12s`, `3m`, `4h`, `9d`.
-pub(crate) fn age(seconds: f64) -> String {
-    let s = seconds.max(0.0) as u64;
-    match s {
-        0..=119 => format!("{s}s"),
-        120..=7199 => format!("{}m", s / 60),
-        7200..=172_799 => format!("{}h", s / 3600),
-        _ => format!("{}d", s / 86_400),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn columns_line_up_and_empty_cells_show() {
-        let mut table = Table::new(&["NAME", "PHASE"]);
+        let mut table = Table::new(["NAME", "PHASE"]);
         table.row(["demo".to_owned(), String::new()]);
         table.row(["a-longer-name".to_owned(), "Ready".to_owned()]);
         assert_eq!(table.render(), "NAME            PHASE\ndemo            -\na-longer-name   Ready\n");
-    }
-
-    #[test]
-    fn ages_read_as_in_kubectl() {
-        for (seconds, text) in
-            [(3.9, "3s"), (119.0, "119s"), (121.0, "2m"), (7200.0, "2h"), (200_000.0, "2d")]
-        {
-            assert_eq!(age(seconds), text);
-        }
     }
 }

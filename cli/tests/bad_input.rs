@@ -1,5 +1,7 @@
 //! Bad input: a clear error that names cause and cure, nothing lost, no panic.
 
+#![allow(clippy::unwrap_used, reason = "a failed test is what it is for")]
+
 mod world;
 
 use serde_json::{Value, json};

@@ -1,5 +1,7 @@
 //! One real path through every part, as a user walks it: real processes, real HTTP, the demo model.
 
+#![allow(clippy::unwrap_used, reason = "a failed test is what it is for")]
+
 mod world;
 
 use std::time::{Duration, Instant};

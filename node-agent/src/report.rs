@@ -11,7 +11,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
 use pilotlight_api::conditions::ConditionStatus;
 use pilotlight_api::node::{DeviceStatus, LEASE_NAMESPACE, Resident, TierStatus, lease_name};
 use pilotlight_api::{Condition, ConditionKind, ModelNode, ModelNodeSpec, ModelNodeStatus, Reason};
-use pilotlight_domain::{NodeName, Tier};
+use pilotlight_domain::{ByteCount, NodeName, Tier};
 use pilotlight_kit::clock::rfc3339;
 use pilotlight_kit::{Backoff, Stop};
 use pilotlight_store::{ClusterStore, StoreError, Typed as _};
@@ -120,7 +120,7 @@ pub(crate) fn node_status(node: &Node, stopping: bool) -> ModelNodeStatus {
     let (disk, host) = tiers(node);
     let metrics = node.board.metrics();
     for (tier, status) in [(Tier::Disk, &disk), (Tier::Host, &host)] {
-        let bytes = pilotlight_domain::ByteCount::new;
+        let bytes = ByteCount::new;
         metrics.tier(tier, bytes(status.used_bytes), bytes(status.capacity_bytes));
     }
     ModelNodeStatus {
@@ -142,9 +142,10 @@ fn tiers(node: &Node) -> (TierStatus, TierStatus) {
         evictable_bytes: evictable,
         bytes_per_second: node.board.rate(kind).map(pilotlight_domain::Bandwidth::get).unwrap_or_default(),
         queued_bytes: 0,
+        summary: format!("{}/{}", ByteCount::new(used), ByteCount::new(capacity)),
         pages,
     };
-    let pair = |(a, b): (pilotlight_domain::ByteCount, pilotlight_domain::ByteCount)| (a.get(), b.get());
+    let pair = |(a, b): (ByteCount, ByteCount)| (a.get(), b.get());
     let pool = node.host.pool();
     let disk = tier(Tier::Disk, node.disk.capacity().get(), pair(node.disk.usage()), String::new());
     let host =

@@ -85,7 +85,7 @@ fn for_people(summary: &Summary, wide: bool) -> String {
     let dtypes: Vec<String> =
         summary.dtypes.iter().map(|(dtype, bytes)| format!("{dtype} {bytes}")).collect();
     text.push_str(&format!("{}\n\n", dtypes.join(", ")));
-    let mut table = Table::new(&["FILE", "SIZE", "DATA AT", "CHUNKS"]);
+    let mut table = Table::new(["FILE", "SIZE", "DATA AT", "CHUNKS"]);
     for file in &summary.files {
         let cells =
             [file.name.clone(), file.bytes.to_string(), file.data_start.to_string(), file.chunks.to_string()];
@@ -93,7 +93,7 @@ fn for_people(summary: &Summary, wide: bool) -> String {
     }
     text.push_str(&table.render());
     if wide {
-        let mut table = Table::new(&["TENSOR", "DTYPE", "SHAPE", "FILE", "OFFSET"]);
+        let mut table = Table::new(["TENSOR", "DTYPE", "SHAPE", "FILE", "OFFSET"]);
         for tensor in &summary.tensors {
             table.row([
                 tensor.name.clone(),

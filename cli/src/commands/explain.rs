@@ -29,7 +29,7 @@ fn for_people(explanation: &Explanation) -> String {
     }
     text.push('\n');
     let mut table =
-        Table::new(&["NODE", "CHOSEN", "TTFT", "FROM", "ON", "QUEUE", "MOVE", "WARM", "PREFILL", "WHY NOT"]);
+        Table::new(["NODE", "CHOSEN", "TTFT", "FROM", "ON", "QUEUE", "MOVE", "WARM", "PREFILL", "WHY NOT"]);
     for candidate in &explanation.candidates {
         let mut cells =
             vec![candidate.node.clone(), if candidate.chosen { "yes".into() } else { String::new() }];

@@ -1,12 +1,12 @@
 //! `pilotlight get`: resources as a table or a document, once or as they change.
 
 use futures::StreamExt as _;
+use pilotlight_api::columns::{self, Column};
 use pilotlight_kit::clock::{Clock as _, SystemClock};
 use pilotlight_store::{Change, ClusterStore as _, Filter, StoreError, Verdict};
 use serde_json::{Value, json};
 
 use crate::args::GetArgs;
-use crate::commands::columns;
 use crate::failure::Failure;
 use crate::output::{Format, Table, print};
 use crate::server::{store, store_kind, unreachable_hint};
@@ -87,9 +87,15 @@ fn show_one(args: &GetArgs, object: &Value) -> Result<(), Failure> {
 
 fn table(args: &GetArgs, items: &[Value], with_header: bool) -> String {
     let (wide, now) = (args.output == Format::Wide, SystemClock.now());
-    let mut table = Table::new(&columns::header(args.kind, wide));
+    let columns: Vec<&Column> =
+        columns::of(store_kind(args.kind).name()).iter().filter(|column| wide || !column.wide).collect();
+    let header: Vec<String> = columns.iter().map(|column| column.name.to_uppercase()).collect();
+    let mut table = Table::new(header);
     for object in items {
-        table.row(columns::cells(args.kind, object, wide, now));
+        table.row(columns.iter().map(|column| match column.cell(object, now) {
+            Value::String(text) => text,
+            other => other.to_string(),
+        }));
     }
     let text = table.render();
     if with_header { text } else { text.split_once('\n').map_or(String::new(), |(_, rows)| rows.to_owned()) }

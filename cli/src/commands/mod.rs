@@ -3,7 +3,6 @@
 pub(crate) mod apply;
 pub(crate) mod chat;
 pub(crate) mod checkpoint;
-pub(crate) mod columns;
 pub(crate) mod delete;
 pub(crate) mod demo;
 pub(crate) mod explain;

@@ -54,7 +54,6 @@ impl DataDir {
 }
 
 /// The platform's data folder: `$XDG_DATA_HOME/pilotlight`, or `~/.local/share/pilotlight`.
-#[expect(clippy::disallowed_methods, reason = "the command line is where the environment is read")]
 pub(crate) fn default_path() -> Result<PathBuf, Failure> {
     let absolute = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|p| p.is_absolute());
     absolute("XDG_DATA_HOME")

@@ -1,6 +1,15 @@
 //! The real programs on this machine, in a few words: `Up::start()` runs `pilotlight up` as a user would, on a port and
 //! in a data directory of its own, and takes everything away at the end.
-#![allow(dead_code, unreachable_pub, missing_docs, reason = "test support: each test file uses a part of it")]
+#![allow(
+    dead_code,
+    unreachable_pub,
+    missing_docs,
+    clippy::unwrap_used,
+    clippy::needless_pass_by_value,
+    clippy::disallowed_methods,
+    clippy::print_stderr,
+    reason = "test support: each test file uses a part of it, and a failed test is what unwrap is for"
+)]
 
 use std::io::{BufRead as _, BufReader, Read as _};
 use std::path::{Path, PathBuf};

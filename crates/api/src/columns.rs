@@ -21,7 +21,7 @@ pub enum Content {
 pub struct Column {
     /// Its heading, as kubectl writes it in the CRD; printed in capitals.
     pub name: &'static str,
-    /// Where its content is: keys joined by dots, and `[Type]` for the condition of that type.
+    /// Where its content is: keys joined by dots, and `[Name]` for the item of a list with that type or kind.
     pub path: &'static str,
     /// What it holds.
     pub content: Content,
@@ -67,17 +67,21 @@ const REPLICA: &[Column] = &[
     text("Phase", "status.phase"),
     Column { name: "Slots", path: "status.slots", content: Content::Number, wide: false },
     AGE,
-    wide("Device", "spec.device"),
+    wide("Serving-On", "status.servingOn"),
     wide("Reason", "status.reason"),
+    wide("Message", "status.message"),
     wide("Order", "spec.reason"),
 ];
 
 const NODE: &[Column] = &[
     NAME,
     text("Ready", "status.conditions[Ready].status"),
+    text("Host", "status.tiers[host].summary"),
+    text("Disk", "status.tiers[disk].summary"),
     Column { name: "Sessions", path: "status.sessions", content: Content::Number, wide: false },
     text("Version", "status.version"),
     AGE,
+    wide("Pages", "status.tiers[host].pages"),
     wide("Endpoint", "status.endpoint"),
 ];
 
@@ -110,7 +114,7 @@ impl Column {
             None => value.get(part),
             Some((list, kind)) => {
                 let kind = kind.trim_end_matches(']');
-                value.get(list)?.as_array()?.iter().find(|item| item["type"] == kind)
+                value.get(list)?.as_array()?.iter().find(|item| item["type"] == kind || item["kind"] == kind)
             }
         });
         match (self.content, found) {

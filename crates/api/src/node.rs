@@ -73,6 +73,8 @@ pub struct TierStatus {
     pub bytes_per_second: f64,
     /// Waiting to be moved into it.
     pub queued_bytes: u64,
+    /// `used/capacity`, for people.
+    pub summary: String,
     /// For the host pool: which pages it got.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub pages: String,

@@ -148,8 +148,7 @@ mod tests {
 
     #[test]
     fn a_cold_start_is_told_with_its_partition() {
-        let cold =
-            Cold { path: "disk".into(), phases: Phases { hold: 0.25, read: 0.5, ..Phases::default() } };
+        let cold = Cold { path: "disk", phases: Phases { hold: 0.25, read: 0.5, ..Phases::default() } };
         let served = Served {
             device: "gpu0".into(),
             from: Some(Tier::Disk),
