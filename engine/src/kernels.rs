@@ -8,7 +8,7 @@
 //! ```
 //!
 //! Each kernel is written once, generically, and compiled once for each [`KernelSet`] behind `#[target_feature]`; an
-//! [`Ops`] table holds the compiled functions. What `unsafe` buys: in-place weights at any alignment at the speed of
+//! `Ops` table holds the compiled functions. What `unsafe` buys: in-place weights at any alignment at the speed of
 //! the memory (0.8 of its bandwidth, where safe slices of widened copies would double the bytes).
 //!
 //! Invariants: **a row's bits depend on that row alone.** Each output element is summed in one order over K, fixed by

@@ -7,7 +7,7 @@
 //! ```
 //!
 //! One thread runs it. States: *running* → *draining* (nothing new is begun, what is in flight comes home) → one
-//! [`End`]. Draining is bounded by the stall limit: a disk that never answers cannot withhold the end; its blocks stay
+//! `End`. Draining is bounded by the stall limit: a disk that never answers cannot withhold the end; its blocks stay
 //! with the reader and their chunks go home when it answers.
 //!
 //! It does **not** know models or folders, and does not decide what a wrong checksum means: the sink does.
