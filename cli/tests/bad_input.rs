@@ -152,7 +152,7 @@ async fn bad_sources_are_told_by_a_condition_and_by_http() {
     std::fs::write(odd.join("config.json"), config.to_string()).unwrap();
     let cases = [
         ("missing", up.data_dir.join("not-there"), "not-there"),
-        ("empty", empty, "config.json"),
+        ("empty", empty, "not a model folder"),
         ("truncated", truncated, "model.safetensors"),
         ("odd", odd, "GigaForCausalLM"),
     ];

@@ -168,8 +168,11 @@ pub struct Limits {
     pub session_events_max: usize,
     /// A session waits at most so long for its model; as long as a load may take (`progressDeadlineSeconds`).
     pub session_wait_max: Duration,
-    /// A load waits at most so long for memory that others use: long enough for an idle replica to be drained.
+    /// A load waits at most so long for memory that is being given back: long enough for a replica to be drained.
     pub memory_wait_max: Duration,
+    /// A load that finds no room, and nobody who gives any back, says so after this: the operator then makes room.
+    /// Long enough for a drain that was ordered before it to begin.
+    pub memory_grace: Duration,
     /// A load that made no progress for so long gives its turn at the disk to the next one.
     pub stall: Duration,
     /// A worker says hello within this; the kernels' self-test takes a second.
@@ -195,6 +198,7 @@ impl Default for Limits {
             session_events_max: 512,
             session_wait_max: Duration::from_secs(1800),
             memory_wait_max: Duration::from_secs(300),
+            memory_grace: Duration::from_millis(250),
             stall: Duration::from_secs(5),
             hello_max: Duration::from_secs(30),
             unload_max: Duration::from_secs(30),

@@ -132,6 +132,11 @@ impl Faces {
         }
     }
 
+    /// Whether a replica is going away, and gives memory back in the end.
+    pub(crate) fn any_draining(&self) -> bool {
+        self.map().values().any(|face| matches!(*face.view.borrow(), View::Draining))
+    }
+
     /// All of them, by name.
     pub(crate) fn all(&self) -> Vec<(ModelName, Arc<Face>)> {
         let mut all: Vec<_> = self.map().iter().map(|(m, f)| (m.clone(), f.clone())).collect();

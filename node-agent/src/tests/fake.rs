@@ -120,7 +120,8 @@ impl FakeWorker {
                 Vec::new()
             }
             ToWorker::Resident { model, chunks } => {
-                let loaded = models.get_mut(&model).unwrap();
+                // Chunks of a load that was refused are on their way still.
+                let Some(loaded) = models.get_mut(&model) else { return Vec::new() };
                 let total: usize = loaded.files.iter().map(|f| f.chunks.len()).sum();
                 if (chunks as usize) < total || loaded.ready {
                     return Vec::new();

@@ -58,6 +58,7 @@ impl World {
             limits: Limits {
                 restart_backoff: (Duration::from_millis(1), Duration::from_millis(10)),
                 memory_wait_max: PATIENCE,
+                memory_grace: PATIENCE,
                 ..Limits::default()
             },
         };

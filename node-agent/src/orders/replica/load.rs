@@ -110,21 +110,25 @@ impl ReplicaTask {
         let holding = self.held.holding();
         let checkpoint = self.held.on_disk()?.checkpoint.clone();
         let total = checkpoint.total_bytes();
-        let deadline = Instant::now() + node.limits.memory_wait_max;
+        let begun = Instant::now();
         self.talk.tell(loaded(ByteCount::ZERO, total), |_| {});
         let mut admission = loop {
             let freed = node.host.when_freed();
             match node.host.admit(&checkpoint, need) {
                 Ok(admission) => break admission,
                 Err(Refusal::NoRoom(no_room @ NoRoom::Now { .. })) => {
+                    let limits = &node.limits;
+                    let wait =
+                        if node.faces.any_draining() { limits.memory_wait_max } else { limits.memory_grace };
+                    if begun.elapsed() >= wait {
+                        self.fail(no_memory(no_room));
+                        return None;
+                    }
                     tracing::debug!(replica = self.talk.order.object, ?no_room, "waits for host memory");
                     tokio::select! {
                         () = freed => {}
                         () = self.talk.until_superseded(&holding, step) => return None,
-                        () = tokio::time::sleep_until(deadline) => {
-                            self.fail(no_memory(no_room));
-                            return None;
-                        }
+                        () = tokio::time::sleep_until(begun + wait) => {}
                     }
                 }
                 Err(Refusal::NoRoom(never)) => {
