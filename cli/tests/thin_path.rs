@@ -165,7 +165,7 @@ async fn models_take_turns_in_a_small_pool_and_the_least_recently_used_one_goes(
     })
     .await;
     assert_eq!(up.model("first")["status"]["phase"], "Ready", "used more recently, it stays");
-    for name in ["second", "third", "first"] {
+    for name in ["first", "second", "third"] {
         assert_eq!(up.complete(name, json!({})).await, expected, "{name}, in turn");
     }
     up.stop();

@@ -285,7 +285,7 @@ impl Session {
             }
             if let SessionEvent::Accepted { waited, from, .. } = &mut event {
                 *waited = self.face.waited(self.opened, Instant::now());
-                *from = self.face.from().filter(|_| waited.total() > 0.0);
+                *from = self.face.from();
             }
             batch.push(event);
             next = if batch.len() < LINES { link.event_now() } else { None };

@@ -103,7 +103,7 @@ pub(crate) async fn start(settings: UpSettings, stop: Stop) -> Result<Running, F
     let store = EmbeddedStore::open(&data_dir.path().join("cluster"), Arc::new(SystemClock)).await?;
     let tasks = TaskTracker::new();
     forget_agents(&store).await?;
-    let ready = serve(&url, listener, &store, &tasks, &stop)?;
+    let parts = serve(&url, listener, &store, &tasks, &stop)?;
     let kubeconfig = kubeconfig::write(data_dir.path(), &url)?;
     let nodes = node_names(settings.nodes);
     for agent in agents(&settings, data_dir.path(), &kubeconfig, &nodes)? {
@@ -114,7 +114,9 @@ pub(crate) async fn start(settings: UpSettings, stop: Stop) -> Result<Running, F
         store.apply_object(kind, object).await?;
     }
     let everything = async {
-        wait_until_ready(ready).await;
+        for part in parts {
+            wait_until_ready(part).await;
+        }
         wait_for_nodes(&store, &nodes).await
     };
     tokio::select! {
@@ -135,14 +137,14 @@ pub(crate) async fn start(settings: UpSettings, stop: Stop) -> Result<Running, F
     Ok(Running { url, tasks, store, _data_dir: data_dir })
 }
 
-/// Starts the operator, the router and the listener.
+/// Starts the operator, the router and the listener; each of the two says when it is ready.
 fn serve(
     url: &str,
     listener: tokio::net::TcpListener,
     store: &EmbeddedStore,
     tasks: &TaskTracker,
     stop: &Stop,
-) -> Result<watch::Receiver<Readiness>, Failure> {
+) -> Result<[watch::Receiver<Readiness>; 2], Failure> {
     let registry = prometheus::Registry::new();
     let clock = Arc::new(SystemClock);
     let as_manager = |name: &str| -> Arc<dyn ClusterStore> { Arc::new(store.with_manager(name)) };
@@ -150,7 +152,7 @@ fn serve(
     let operator = Operator::new(as_manager("pilotlight-operator"), clock.clone(), single, &registry)?;
     let settings = pilotlight_router::Settings { operator: url.to_owned(), ..Default::default() };
     let router = Router::new(settings.check()?, as_manager("pilotlight-router"), clock, &registry)?;
-    let ready = router.readiness();
+    let (ready, operator_ready) = (router.readiness(), operator.handle().ready());
     // The operator, the store and the listener outlive the router's drain: agents still write what becomes of theirs.
     let after = Stop { graceful: CancellationToken::new(), abort: stop.abort.clone() };
     let app = router
@@ -166,7 +168,7 @@ fn serve(
     });
     tasks.spawn(operator.run(after.clone()));
     tasks.spawn(http::serve(listener, app, after, DRAIN));
-    Ok(ready)
+    Ok([ready, operator_ready])
 }
 
 /// An address that this machine reaches itself by: an unspecified one is reached by loopback.

@@ -186,7 +186,7 @@ pub enum SessionEvent {
         /// What this session waited for at the agent; zero for a warm one. `prefill` is not in it.
         #[serde(default)]
         waited: Phases,
-        /// The tier from which the load that it waited for started; none for a warm one.
+        /// The tier that the load which serves it started from.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         from: Option<Tier>,
     },

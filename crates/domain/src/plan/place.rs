@@ -79,7 +79,7 @@ impl<'v> Draft<'v> {
         }
         full.sort_by(|a, b| key(self, a).cmp(&key(self, b)));
         for fit in full {
-            if let Some(victims) = self.victims(model, &fit) {
+            if let Some(victims) = self.victims(model, fit.slot, fit.hold) {
                 let names: Vec<String> = victims.iter().map(|victim| victim.model.name.to_string()).collect();
                 for victim in victims {
                     self.evict(&victim, model.name);
@@ -107,6 +107,26 @@ impl<'v> Draft<'v> {
         }
     }
 
+    /// An order to serve may have been given before the model's size was known, and its load waits for memory now: then
+    /// the idle make room.
+    pub(super) fn make_room(&mut self, model: Known<'v>) {
+        for (slot, placed) in model.entry.replicas() {
+            if placed.is_ready() || placed.is_failed() || self.is_changed(model.name, slot) {
+                continue;
+            }
+            let Some(hold) = self.hold(model.name, slot, placed).filter(|hold| hold.serves()) else {
+                continue;
+            };
+            let Some(facts) = &self.node(slot).facts else { continue };
+            if lacking(self.claimed(slot), facts.capacity()) == Claim::default() {
+                continue;
+            }
+            for victim in self.victims(model, slot, hold).unwrap_or_default() {
+                self.evict(&victim, model.name);
+            }
+        }
+    }
+
     fn evict(&mut self, victim: &Victim<'v>, wins: &ModelName) {
         if victim.withdraw {
             let own = self.own_claim(victim.model, victim.slot);
@@ -125,22 +145,22 @@ impl<'v> Draft<'v> {
 
     /// The idle models that would make room, by name; none if they would not.
     pub(super) fn would_evict(&self, model: Known<'v>, fit: &Fit) -> Option<String> {
-        let victims = self.victims(model, fit)?;
+        let victims = self.victims(model, fit.slot, fit.hold)?;
         Some(victims.iter().map(|victim| victim.model.name.to_string()).collect::<Vec<_>>().join(", "))
     }
 
     /// The least recently used idle orders on the node that together make room; none if they do not.
-    fn victims(&self, model: Known<'v>, fit: &Fit) -> Option<Vec<Victim<'v>>> {
-        let node = self.node(fit.slot);
+    fn victims(&self, model: Known<'v>, slot: Slot, hold: Hold) -> Option<Vec<Victim<'v>>> {
+        let node = self.node(slot);
         let capacity = node.facts.as_ref()?.capacity();
-        let claim = model.facts.claim(fit.hold);
-        let mut others = self.claimed(fit.slot);
-        others.give_back(self.own_claim(model, fit.slot));
+        let claim = model.facts.claim(hold);
+        let mut others = self.claimed(slot);
+        others.give_back(self.own_claim(model, slot));
         let mut idle: Vec<Victim<'v>> = node
             .models
             .iter()
             .filter(|name| *name != model.name)
-            .filter_map(|name| self.victim(name, fit.slot))
+            .filter_map(|name| self.victim(name, slot))
             .collect();
         idle.sort_by(|a, b| {
             (a.withdraw, a.last_used, a.model.name).cmp(&(b.withdraw, b.last_used, b.model.name))
@@ -149,7 +169,7 @@ impl<'v> Draft<'v> {
         let failed = |placed: &Placed| {
             matches!(placed.state, Replica::Failed { cause: Cause::InsufficientMemory, .. })
         };
-        let short = placed_at(model.entry, fit.slot).is_some_and(failed);
+        let short = placed_at(model.entry, slot).is_some_and(failed);
         let mut chosen: Vec<Victim<'v>> = Vec::new();
         for victim in idle {
             let mut lacks = lacking(others.plus(claim), capacity);

@@ -46,6 +46,9 @@ impl<'v> Draft<'v> {
         self.leave(model, wanted.count);
         let retry = self.failed(model, wanted.count, stays);
         self.drifted(model);
+        if serving.ordered > serving.ready {
+            self.make_room(model);
+        }
 
         let due = earlier(wanted.due, retry);
         let refused = refused(model, wanted);
