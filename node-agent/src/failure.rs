@@ -28,18 +28,7 @@ impl Failure {
 
     /// As statuses name it.
     pub(crate) fn reason(&self) -> Reason {
-        match self.cause {
-            Cause::SourceNotFound => Reason::SourceNotFound,
-            Cause::AuthFailed => Reason::AuthFailed,
-            Cause::DigestMismatch => Reason::DigestMismatch,
-            Cause::UnsupportedFormat => Reason::UnsupportedFormat,
-            Cause::UnsupportedArchitecture => Reason::UnsupportedArchitecture,
-            Cause::InsufficientMemory => Reason::InsufficientMemory,
-            Cause::InsufficientDisk => Reason::InsufficientCache,
-            Cause::OutOfMemory => Reason::OutOfMemory,
-            Cause::WorkerCrashed => Reason::WorkerCrashed,
-            Cause::LoadFailed => Reason::LoadFailed,
-        }
+        self.cause.into()
     }
 
     /// With the whole chain of causes as message.

@@ -7,7 +7,7 @@ use std::time::Duration;
 use pilotlight_api::model::{CpuMode, Pin, Resolved};
 use pilotlight_api::node::{DeviceStatus, TierStatus};
 use pilotlight_api::replica::Device as ApiDevice;
-use pilotlight_api::{Hold as ApiHold, Model, ModelNode, ModelReplica, Reason, ReplicaPhase};
+use pilotlight_api::{Hold as ApiHold, Model, ModelNode, ModelReplica, ReplicaPhase};
 use pilotlight_domain::replica::{Cause, Progress, Replica};
 use pilotlight_domain::view::{
     Accelerator, Content, Device, DeviceFacts, Hold, ModelFacts, NodeFacts, NodeState, Placed, ResidentFacts,
@@ -154,9 +154,10 @@ pub(crate) fn placed(replica: &ModelReplica, before: Option<&Placed>, now: Times
             deadline: spec.drain_deadline.as_deref().and_then(parse_rfc3339).unwrap_or(now),
         },
         ReplicaPhase::Gone => Replica::Gone,
-        ReplicaPhase::Failed => {
-            Replica::Failed { cause: cause(status.reason), message: failure_message(&status.message) }
-        }
+        ReplicaPhase::Failed => Replica::Failed {
+            cause: status.reason.map_or(Cause::LoadFailed, Cause::from),
+            message: failure_message(&status.message),
+        },
     };
     let generation = Generation(spec.order_generation);
     let same = before.filter(|before| before.generation == generation && before.state.name() == state.name());
@@ -205,41 +206,10 @@ pub(crate) const fn api_hold(hold: Hold) -> (ApiHold, ApiDevice) {
     }
 }
 
-fn cause(reason: Option<Reason>) -> Cause {
-    match reason {
-        Some(Reason::SourceNotFound) => Cause::SourceNotFound,
-        Some(Reason::AuthFailed) => Cause::AuthFailed,
-        Some(Reason::DigestMismatch) => Cause::DigestMismatch,
-        Some(Reason::UnsupportedFormat) => Cause::UnsupportedFormat,
-        Some(Reason::UnsupportedArchitecture) => Cause::UnsupportedArchitecture,
-        Some(Reason::InsufficientMemory) => Cause::InsufficientMemory,
-        Some(Reason::InsufficientCache) => Cause::InsufficientDisk,
-        Some(Reason::OutOfMemory) => Cause::OutOfMemory,
-        Some(Reason::WorkerCrashed) => Cause::WorkerCrashed,
-        _ => Cause::LoadFailed,
-    }
-}
-
-/// The same the other way round.
-pub(crate) const fn reason(cause: Cause) -> Reason {
-    match cause {
-        Cause::SourceNotFound => Reason::SourceNotFound,
-        Cause::AuthFailed => Reason::AuthFailed,
-        Cause::DigestMismatch => Reason::DigestMismatch,
-        Cause::UnsupportedFormat => Reason::UnsupportedFormat,
-        Cause::UnsupportedArchitecture => Reason::UnsupportedArchitecture,
-        Cause::InsufficientMemory => Reason::InsufficientMemory,
-        Cause::InsufficientDisk => Reason::InsufficientCache,
-        Cause::OutOfMemory => Reason::OutOfMemory,
-        Cause::WorkerCrashed => Reason::WorkerCrashed,
-        Cause::LoadFailed => Reason::LoadFailed,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pilotlight_api::{ModelReplicaSpec, ModelReplicaStatus};
+    use pilotlight_api::{ModelReplicaSpec, ModelReplicaStatus, Reason};
 
     fn replica(generation: u64, accepted: u64, phase: ReplicaPhase) -> ModelReplica {
         let spec = ModelReplicaSpec {
@@ -296,7 +266,7 @@ mod tests {
         }
         for each in [Cause::SourceNotFound, Cause::InsufficientDisk, Cause::LoadFailed, Cause::WorkerCrashed]
         {
-            assert_eq!(cause(Some(reason(each))), each);
+            assert_eq!(Cause::from(Reason::from(each)), each);
         }
     }
 }

@@ -16,7 +16,6 @@ use pilotlight_kit::clock::{parse_rfc3339, rfc3339};
 
 pub(crate) use costs::Costs;
 
-use crate::convert;
 use crate::index::Index;
 
 /// Everything that a status is made of.
@@ -277,7 +276,7 @@ fn download(facts: &Facts<'_>) -> Option<Download> {
 }
 
 fn last_failure(failure: &Failure<'_>, before: &ModelStatus) -> LastFailure {
-    let reason = format!("{:?}", convert::reason(failure.cause));
+    let reason = format!("{:?}", pilotlight_api::Reason::from(failure.cause));
     let same = before.last_failure.as_ref().filter(|known| {
         known.reason == reason && known.message == failure.message && known.node == failure.node
     });

@@ -4,6 +4,7 @@ use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::Duration;
 
 use pilotlight_kit::clock::Clock;
+use tokio::sync::watch;
 use tokio_util::task::TaskTracker;
 
 use crate::demand::Demand;
@@ -24,7 +25,13 @@ pub(crate) struct Context {
     pub(crate) queue_max: Duration,
     /// One for each request that is being answered.
     pub(crate) tasks: TaskTracker,
+    /// Counts the changes of the registry.
+    pub(crate) changes: watch::Sender<u64>,
 }
+
+/// A Model that was applied a moment ago may be on its way here: an unknown name is looked up again for so long, at
+/// each change of the index.
+const ON_ITS_WAY: Duration = Duration::from_millis(200);
 
 impl Context {
     pub(crate) fn registry(&self) -> RwLockReadGuard<'_, Registry> {
@@ -46,6 +53,15 @@ impl Context {
         for (model, message) in &changes.failures {
             self.gate.load_failed(model, message);
         }
+        self.changes.send_modify(|n| *n += 1);
+    }
+
+    /// Waits, not long, until a model is known under this name. Dropping it half-way is safe.
+    pub(crate) async fn becomes_known(&self, name: &str) {
+        let mut changes = self.changes.subscribe();
+        let known =
+            async { while self.registry().resolve(name).is_none() && changes.changed().await.is_ok() {} };
+        let _in_time = tokio::time::timeout(ON_ITS_WAY, known).await;
     }
 
     /// Counts a request until it is dropped.

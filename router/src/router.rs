@@ -53,6 +53,7 @@ impl Router {
             clock,
             queue_max: config.queue_max,
             tasks: TaskTracker::new(),
+            changes: watch::Sender::new(0),
         };
         let (ready, _) = watch::channel(Readiness::Starting(STARTING.into()));
         Ok(Router { cx: Arc::new(cx), store, operator: config.operator, ready: Arc::new(ready) })

@@ -101,14 +101,15 @@ pub(crate) async fn start(settings: UpSettings, stop: Stop) -> Result<Running, F
     let listener = http::bind(&settings.listen).await?;
     let url = format!("http://{}", loopback_of(listener.local_addr()?));
     let store = EmbeddedStore::open(&data_dir.path().join("cluster"), Arc::new(SystemClock)).await?;
-    let tasks = TaskTracker::new();
+    let (tasks, children) = (TaskTracker::new(), TaskTracker::new());
     forget_agents(&store).await?;
-    let parts = serve(&url, listener, &store, &tasks, &stop)?;
+    let parts = serve(&url, listener, &store, &tasks, &children, &stop)?;
     let kubeconfig = kubeconfig::write(data_dir.path(), &url)?;
     let nodes = node_names(settings.nodes);
     for agent in agents(&settings, data_dir.path(), &kubeconfig, &nodes)? {
-        tasks.spawn(agent.supervise(stop.clone()));
+        children.spawn(agent.supervise(stop.clone()));
     }
+    children.close();
     tasks.close();
     for Document { kind, object } in settings.manifests {
         store.apply_object(kind, object).await?;
@@ -143,6 +144,7 @@ fn serve(
     listener: tokio::net::TcpListener,
     store: &EmbeddedStore,
     tasks: &TaskTracker,
+    agents: &TaskTracker,
     stop: &Stop,
 ) -> Result<[watch::Receiver<Readiness>; 2], Failure> {
     let registry = prometheus::Registry::new();
@@ -153,7 +155,8 @@ fn serve(
     let settings = pilotlight_router::Settings { operator: url.to_owned(), ..Default::default() };
     let router = Router::new(settings.check()?, as_manager("pilotlight-router"), clock, &registry)?;
     let (ready, operator_ready) = (router.readiness(), operator.handle().ready());
-    // The operator, the store and the listener outlive the router's drain: agents still write what becomes of theirs.
+    // The operator, the store and the listener outlive the router's drain and the agents, which write what becomes of
+    // theirs.
     let after = Stop { graceful: CancellationToken::new(), abort: stop.abort.clone() };
     let app = router
         .routes()
@@ -161,9 +164,10 @@ fn serve(
         .merge(face::routes(store.clone(), after.clone()))
         .merge(admin::routes(registry, ready.clone()))
         .fallback(pilotlight_router::not_found);
-    let (stop, drained) = (stop.clone(), after.clone());
+    let (stop, drained, agents) = (stop.clone(), after.clone(), agents.clone());
     tasks.spawn(async move {
         router.run(stop).await;
+        agents.wait().await;
         drained.stop();
     });
     tasks.spawn(operator.run(after.clone()));

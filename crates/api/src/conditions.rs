@@ -1,5 +1,6 @@
 //! Conditions and their reasons: a closed list. Messages may say more; code matches on reasons only.
 
+use pilotlight_domain::replica::Cause;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -121,4 +122,31 @@ pub enum Reason {
     AgentReady,
     /// The agent was not heard of.
     AgentLost,
+}
+
+/// Causes and reasons that are the same thing, as decisions and as statuses name it.
+const SAME: [(Cause, Reason); 10] = [
+    (Cause::SourceNotFound, Reason::SourceNotFound),
+    (Cause::AuthFailed, Reason::AuthFailed),
+    (Cause::DigestMismatch, Reason::DigestMismatch),
+    (Cause::UnsupportedFormat, Reason::UnsupportedFormat),
+    (Cause::UnsupportedArchitecture, Reason::UnsupportedArchitecture),
+    (Cause::InsufficientMemory, Reason::InsufficientMemory),
+    (Cause::InsufficientDisk, Reason::InsufficientCache),
+    (Cause::OutOfMemory, Reason::OutOfMemory),
+    (Cause::WorkerCrashed, Reason::WorkerCrashed),
+    (Cause::LoadFailed, Reason::LoadFailed),
+];
+
+impl From<Cause> for Reason {
+    fn from(cause: Cause) -> Reason {
+        SAME.iter().find(|(same, _)| *same == cause).map_or(Reason::LoadFailed, |(_, reason)| *reason)
+    }
+}
+
+impl From<Reason> for Cause {
+    /// A reason that is no cause of a replica's failure is a failed load.
+    fn from(reason: Reason) -> Cause {
+        SAME.iter().find(|(_, same)| *same == reason).map_or(Cause::LoadFailed, |(cause, _)| *cause)
+    }
 }

@@ -53,7 +53,8 @@ pub struct BadFilter {
 /// # Errors
 /// When the filter cannot be read.
 pub fn init(settings: &LogSettings) -> Result<(), BadFilter> {
-    let filter = EnvFilter::try_new(&settings.filter)
+    // The client library logs refused connections as errors of its own; whoever called it says what they mean.
+    let filter = EnvFilter::try_new(format!("kube_client=off,{}", settings.filter))
         .map_err(|source| BadFilter { filter: settings.filter.clone(), source })?;
     let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
     let _already_started = match settings.format {

@@ -9,7 +9,6 @@ use pilotlight_domain::replica::Cause;
 use pilotlight_kit::clock::rfc3339;
 
 use super::{Counts, Facts, Failure};
-use crate::convert;
 
 /// Status, reason, message.
 type Said = (ConditionStatus, Reason, String);
@@ -80,7 +79,7 @@ fn ready(
         ModelPhase::Warming => yes(Reason::Warming, "a load is under way; requests wait for it"),
         ModelPhase::Suspended => no(Reason::Suspended, "suspended by spec.suspend"),
         ModelPhase::Failed => match (failure, placed) {
-            (Some(failure), _) => no(convert::reason(failure.cause), failure.message),
+            (Some(failure), _) => no(failure.cause.into(), failure.message),
             (None, placed) => placed.clone(),
         },
         ModelPhase::Resolving => unknown(Reason::Pending, "its source is being read"),
@@ -92,7 +91,7 @@ fn ready(
 
 fn source_resolved(failure: Option<&Failure<'_>>, resolved: Option<&Resolved>) -> Said {
     match (failure.filter(|failure| failure.cause.is_source()), resolved) {
-        (Some(failure), _) => no(convert::reason(failure.cause), failure.message),
+        (Some(failure), _) => no(failure.cause.into(), failure.message),
         (None, Some(resolved)) => {
             yes(Reason::Resolved, format!("{} {}", resolved.architecture, resolved.size))
         }
@@ -108,7 +107,7 @@ fn cached(facts: &Facts<'_>, counts: &Counts, failure: Option<&Failure<'_>>) -> 
     if let Some(failure) =
         failure.filter(|failure| failure.cause.is_source() || failure.cause == Cause::InsufficientDisk)
     {
-        return no(convert::reason(failure.cause), failure.message);
+        return no(failure.cause.into(), failure.message);
     }
     match facts.outlook.and_then(|outlook| outlook.uncached.as_deref()) {
         Some(message) => no(Reason::InsufficientCache, message),
@@ -134,7 +133,7 @@ fn no_room(unplaced: &Unplaced) -> Reason {
         NoRoom::Busy | NoRoom::InsufficientMemory => Reason::InsufficientMemory,
         NoRoom::InsufficientGpu => Reason::InsufficientGpu,
         NoRoom::NoNode | NoRoom::NoMatchingNode => Reason::NoMatchingNode,
-        NoRoom::Failed(cause) => convert::reason(cause),
+        NoRoom::Failed(cause) => cause.into(),
         NoRoom::Suspended => Reason::Suspended,
         NoRoom::ScalingDisabled => Reason::ScalingDisabled,
     }

@@ -73,7 +73,7 @@ pub(crate) async fn answer(cx: Arc<Context>, task: Task, request: HttpRequest) -
         Ok((wishes, size, parse(task, bytes).await?))
     };
     let mut response = match read.await {
-        Ok((wishes, bytes, request)) => match resolve(&cx, &request) {
+        Ok((wishes, bytes, request)) => match resolve(&cx, &request).await {
             Ok(model) => {
                 let arrived_at = cx.clock.now();
                 let job = Job { cx, id: id.clone(), request, model, wishes, arrived, arrived_at, bytes };
@@ -99,7 +99,8 @@ async fn parse(task: Task, bytes: Bytes) -> Result<Request, ApiError> {
 }
 
 /// The model that is meant, or why not; decided before any queue.
-fn resolve(cx: &Context, request: &Request) -> Result<Arc<ModelView>, ApiError> {
+async fn resolve(cx: &Context, request: &Request) -> Result<Arc<ModelView>, ApiError> {
+    cx.becomes_known(&request.model).await;
     let registry = cx.registry();
     let Some(model) = registry.resolve(&request.model) else {
         if !registry.is_complete() {

@@ -52,9 +52,10 @@ impl ReplicaTask {
             if let Some(link) = served.link.take() {
                 link.life.dead.cancelled().await;
             }
-            tracing::warn!(
+            // Why is the worker's own line in the log.
+            tracing::info!(
                 replica = self.talk.order.object,
-                "its worker died; it is loaded again from the pool"
+                "its worker is gone; its bytes stay in the pool"
             );
             self.held = Held::Lost(disk, served);
         } else {
