@@ -184,3 +184,16 @@ async fn a_model_that_can_never_fit_is_refused_with_both_sizes() {
     assert!(!up.complete("demo", json!({})).await.is_empty(), "the node serves what fits");
     up.stop();
 }
+
+#[test]
+fn the_demo_answers_and_its_phases_add_up() {
+    let output = world::run(&["demo", "--once", "-o", "json"]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let phases = report["phases"].as_object().unwrap().values().map(|v| v.as_f64().unwrap());
+    let sum: f64 = phases.clone().sum();
+    assert!((sum - report["ttft_seconds"].as_f64().unwrap()).abs() < 1e-6, "{report:#}");
+    assert!(phases.filter(|&v| v > 0.0).count() >= 3, "{report:#}");
+    assert!(!report["text"].as_str().unwrap().is_empty() && report["served_by"] == "cpu", "{report:#}");
+    assert!(report["bytes_loaded"].as_u64().unwrap() > 1 << 20, "{report:#}");
+}
