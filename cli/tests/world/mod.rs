@@ -244,6 +244,11 @@ impl Up {
 
 impl Drop for Up {
     fn drop(&mut self) {
+        // A tracer that is killed lets go of what it traced: that is ended first.
+        for pid in descendants(self.child.id()) {
+            let _already_gone =
+                Command::new("kill").args(["-KILL", &pid.to_string()]).stderr(Stdio::null()).status();
+        }
         let _ = self.child.kill();
         let _ = self.child.wait();
         if std::thread::panicking() {
