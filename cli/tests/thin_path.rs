@@ -160,11 +160,11 @@ async fn models_take_turns_in_a_small_pool_and_the_least_recently_used_one_goes(
     for name in ["second", "first", "third"] {
         assert_eq!(up.complete(name, json!({})).await, expected, "{name}: its ballast changes nothing");
     }
-    up.until("first", "drained for the third: it was used least recently", |m| {
+    up.until("second", "drained for the third: it was used least recently", |m| {
         m["status"]["phase"] == "Idle"
     })
     .await;
-    assert_eq!(up.model("second")["status"]["phase"], "Ready", "used more recently, it stays");
+    assert_eq!(up.model("first")["status"]["phase"], "Ready", "used more recently, it stays");
     for name in ["first", "second", "third"] {
         assert_eq!(up.complete(name, json!({})).await, expected, "{name}, in turn");
     }

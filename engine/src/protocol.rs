@@ -10,6 +10,7 @@
 //!         ◄───────────────────────── Ready      every byte is there: sessions start
 //!   Start {session, spec} ───────────►
 //!         ◄───────────────────────── Event …    accepted, token …, done or failed: one last event, always
+//!   Command {session, …} ────────────►          a step of a move: extend, freeze, release
 //!   Cancel {session} ────────────────►          pages are freed within one step; no last event follows a cancel
 //!   Unload {model} ──────────────────►          unmaps
 //!         ◄───────────────────────── Unloaded   only now may the agent use the chunks again
@@ -21,7 +22,7 @@
 use std::path::PathBuf;
 
 use pilotlight_domain::ByteCount;
-use pilotlight_domain::session::{SessionEvent, SessionSpec};
+use pilotlight_domain::session::{SessionCommand, SessionEvent, SessionSpec};
 use serde::{Deserialize, Serialize};
 
 /// A loaded model, named by the agent; never used again within one worker's life.
@@ -97,6 +98,13 @@ pub enum ToWorker {
         model: ModelKey,
         /// What to do.
         spec: Box<SessionSpec>,
+    },
+    /// A step of a session's move.
+    Command {
+        /// Which.
+        session: SessionKey,
+        /// What.
+        command: SessionCommand,
     },
     /// Nobody listens any more. Not answered.
     Cancel {

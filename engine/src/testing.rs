@@ -78,6 +78,7 @@ pub(crate) fn spec(input: Input, sampling: Sampling) -> SessionSpec {
         input,
         generated: Vec::new(),
         sampling,
+        hold: false,
     }
 }
 

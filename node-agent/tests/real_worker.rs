@@ -192,7 +192,10 @@ async fn words(lines: &mut BufReader<TcpStream>) -> String {
     let mut text = String::new();
     while let Some(event) = event(lines).await {
         match event {
-            SessionEvent::Accepted { .. } | SessionEvent::Moved { .. } => {}
+            SessionEvent::Accepted { .. }
+            | SessionEvent::Prepared { .. }
+            | SessionEvent::Frozen { .. }
+            | SessionEvent::Moved { .. } => {}
             SessionEvent::Token { text: piece, .. } => text.push_str(&piece),
             SessionEvent::Done { .. } => text.push_str("|done"),
             SessionEvent::Failed { code, .. } => text.push_str(&format!("|{code:?}")),

@@ -9,13 +9,13 @@
 //! A turn carries out at most [`STEPS_MAX`] steps, the urgent ones first, so that a wake never waits behind a
 //! thousand prefetches: what was left out is planned again in the next turn, with what has happened meanwhile.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
 use futures::StreamExt as _;
 use k8s_openapi::api::coordination::v1::Lease;
-use pilotlight_api::demand::{DemandAnswer, Refused};
+use pilotlight_api::demand::{DemandAnswer, DemandReport, ModelDemand, Refused};
 use pilotlight_api::node::LEASE_NAMESPACE;
 use pilotlight_api::{Model, ModelNode, ModelReplica};
 use pilotlight_domain::plan::{Plan, Step, plan_some};
@@ -248,7 +248,7 @@ impl Service {
 
     fn take_demand(
         &mut self,
-        report: &pilotlight_api::demand::DemandReport,
+        report: &DemandReport,
         arrived: Instant,
         answer: oneshot::Sender<DemandAnswer>,
         now: Timestamp,
@@ -258,19 +258,17 @@ impl Service {
             for cold_start in &model.cold_starts {
                 self.costs.entry(model.model.clone()).or_default().add(cold_start);
             }
-            let quiet = model.quiet_seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
-            let quiet = quiet.map(|quiet| {
-                let micros = u64::try_from(quiet.as_micros()).unwrap_or(u64::MAX);
-                Timestamp::from_micros(now.as_micros().saturating_sub(micros))
-            });
-            self.index.view.change_demand(&model.model, |demand| {
-                demand.quiet_since = demand.quiet_since.max(quiet);
-            });
             if model.held > 0 && !self.serves(&model.model) {
                 self.wakes.entry(model.model.clone()).or_insert(arrived);
             }
         }
-        self.refresh_demand(&touched, now);
+        let quiet = |model: &ModelDemand| {
+            let quiet = Duration::try_from_secs_f64(model.quiet_seconds?).ok()?;
+            let micros = u64::try_from(quiet.as_micros()).unwrap_or(u64::MAX);
+            Some((model.model.clone(), Timestamp::from_micros(now.as_micros().saturating_sub(micros))))
+        };
+        let ended = report.models.iter().filter_map(quiet).collect();
+        self.refresh_demand(&touched, &ended, now);
         self.answers.retain(|(_, answer)| !answer.is_closed());
         self.answers.push((report.models.iter().map(|model| model.model.clone()).collect(), answer));
         touched
@@ -281,14 +279,18 @@ impl Service {
         entry.is_some_and(|entry| entry.replicas().any(|(_, placed)| placed.hold.serves()))
     }
 
-    fn refresh_demand(&mut self, models: &Touched, now: Timestamp) {
+    /// `ended` is when the last body of a model ended, where a router says so.
+    fn refresh_demand(&mut self, models: &Touched, ended: &HashMap<ModelName, Timestamp>, now: Timestamp) {
         for name in models {
             let sum = self.book.sum(name);
             let Some(facts) = self.index.view.model(name).and_then(|entry| entry.facts.as_ref()) else {
                 continue;
             };
             let window = facts.scaling.stable_window.max(facts.scaling.down_delay);
-            self.index.view.change_demand(name, |demand| demand.set(sum.in_flight, sum.held, now, window));
+            let ended = ended.get(name).copied();
+            self.index
+                .view
+                .change_demand(name, |demand| demand.set(sum.in_flight, sum.held, ended, now, window));
             if sum.held + sum.in_flight == 0 {
                 self.wakes.remove(name);
                 // What this model holds may be what another waits for.
@@ -301,7 +303,7 @@ impl Service {
     async fn turn(&mut self) {
         let now = self.clock.now();
         let silent = self.book.expire(now);
-        self.refresh_demand(&silent, now);
+        self.refresh_demand(&silent, &HashMap::new(), now);
         self.touch(silent);
         let late = self.index.look_at_lives(now);
         if !late.is_empty() {

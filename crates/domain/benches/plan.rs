@@ -79,14 +79,14 @@ fn fleet(nodes: usize, models: usize) -> View {
         };
         view.put_replica(&model(i), &node(i % nodes), placed);
         if serves {
-            view.change_demand(&model(i), |demand| demand.set(1, 0, NOW, Duration::from_secs(60)));
+            view.change_demand(&model(i), |demand| demand.set(1, 0, None, NOW, Duration::from_secs(60)));
         }
     }
     view
 }
 
 fn wake(view: &mut View, i: usize) {
-    view.change_demand(&model(i), |demand| demand.set(0, 1, NOW, Duration::from_secs(60)));
+    view.change_demand(&model(i), |demand| demand.set(0, 1, None, NOW, Duration::from_secs(60)));
 }
 
 fn plans(criterion: &mut Criterion) {

@@ -91,6 +91,36 @@ pub struct SessionSpec {
     /// How tokens are chosen.
     #[serde(default)]
     pub sampling: Sampling,
+    /// Prefill what exists and wait: the session says no token before [`SessionCommand::Release`].
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub hold: bool,
+}
+
+/// What an arbiter asks of an open session while it moves: the router of an agent, the agent of a worker. None is
+/// answered but by the session's events, in their order; one that does not fit the session's state changes nothing.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "command", rename_all = "snake_case")]
+pub enum SessionCommand {
+    /// To a held session: these tokens too have been generated elsewhere. `at` is the index of the first; what
+    /// overlaps with the known is skipped. Answered by `prepared`.
+    Extend {
+        /// Index of the first of `ids`.
+        at: u32,
+        /// The tokens.
+        ids: Vec<TokenId>,
+    },
+    /// Stop after the current token. Answered by `frozen`, or by `done` if the end came first.
+    Freeze,
+    /// To a held or frozen session: these are the last tokens said elsewhere; go on from here, under this epoch.
+    /// Answered by `moved` with the index of the next token.
+    Release {
+        /// The epoch of all that follows.
+        epoch: u32,
+        /// Index of the first of `ids`.
+        at: u32,
+        /// The tokens since the last `Extend`; none for a session that goes on where it froze.
+        ids: Vec<TokenId>,
+    },
 }
 
 /// Why a session ended well.
@@ -203,6 +233,18 @@ pub enum SessionEvent {
         /// If they were asked for.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         logprobs: Option<Logprobs>,
+    },
+    /// A held session has replayed so far.
+    Prepared {
+        /// Generated tokens that are replayed: the session could go on with this index.
+        next_index: u32,
+        /// Measured rate of the replay in tokens each second; 0: nothing was measured.
+        rate: f64,
+    },
+    /// The session has stopped; every token before was said.
+    Frozen {
+        /// The index of the token that was not generated any more.
+        next_index: u32,
     },
     /// The session goes on elsewhere.
     Moved {

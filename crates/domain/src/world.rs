@@ -139,7 +139,8 @@ impl World {
     /// So many requests wait.
     pub(crate) fn wakes(mut self, name: &str, held: u32) -> Self {
         let now = self.now;
-        self.view.change_demand(&model(name), |demand| demand.set(0, held, now, Duration::from_secs(60)));
+        self.view
+            .change_demand(&model(name), |demand| demand.set(0, held, None, now, Duration::from_secs(60)));
         self
     }
 

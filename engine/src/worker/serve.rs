@@ -190,6 +190,8 @@ impl Desk {
             ToWorker::Unload { model } => self.unload(model),
             ToWorker::GrantKv { model, chunks } => self.grant(model, &chunks),
             ToWorker::Start { session, model, spec } => self.start(session, model, spec),
+            // No session is held or moved yet.
+            ToWorker::Command { .. } => {}
             ToWorker::Cancel { session } => self.cancel(session),
         }
     }

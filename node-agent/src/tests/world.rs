@@ -253,6 +253,8 @@ pub(super) fn short(events: &[SessionEvent]) -> String {
     let word = |event: &SessionEvent| match event {
         SessionEvent::Accepted { .. } => "accepted".to_owned(),
         SessionEvent::Token { text, .. } => text.clone(),
+        SessionEvent::Prepared { next_index, .. } => format!("prepared{next_index}"),
+        SessionEvent::Frozen { next_index } => format!("frozen{next_index}"),
         SessionEvent::Moved { .. } => "moved".to_owned(),
         SessionEvent::Done { .. } => "done".to_owned(),
         SessionEvent::Failed { code, retry, .. } => format!("{code:?}/{retry:?}"),

@@ -51,7 +51,7 @@ impl Life {
 
     fn held(mut self, held: u32) -> Life {
         let now = self.now;
-        self.index.view.change_demand(&self.name, |d| d.set(0, held, now, Duration::from_secs(60)));
+        self.index.view.change_demand(&self.name, |d| d.set(0, held, None, now, Duration::from_secs(60)));
         self
     }
 

@@ -346,6 +346,7 @@ impl Job {
             input: input.clone(),
             generated: Vec::new(),
             sampling,
+            hold: false,
         }
     }
 

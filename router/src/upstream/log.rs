@@ -86,6 +86,7 @@ impl SessionLog {
                     Step::Moved
                 }
             }
+            SessionEvent::Prepared { .. } | SessionEvent::Frozen { .. } => Step::Dropped,
             SessionEvent::Done { .. } if self.gap => Step::Broken("tokens are missing"),
             SessionEvent::Done { reason, usage } => Step::Done { reason, usage },
         }

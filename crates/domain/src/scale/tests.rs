@@ -35,7 +35,7 @@ fn demand(words: &str) -> Demand {
     for word in words.split_whitespace() {
         let (second, value) = word.split_once(':').unwrap();
         let window = Duration::from_secs(60);
-        demand.set(value.parse().unwrap(), 0, at(second.parse().unwrap()), window);
+        demand.set(value.parse().unwrap(), 0, None, at(second.parse().unwrap()), window);
     }
     demand
 }

@@ -24,11 +24,18 @@ impl Demand {
         self.in_flight.saturating_add(self.held)
     }
 
-    /// Takes over a new sum. `window` is the longest one that will be asked for.
-    pub fn set(&mut self, in_flight: u32, held: u32, now: Timestamp, window: Duration) {
-        if self.concurrency() > 0 && in_flight.saturating_add(held) == 0 {
-            self.quiet_since = self.quiet_since.max(Some(now));
-        }
+    /// Takes over a new sum. `ended` is when the last body ended, where a router said so: a request may come and go
+    /// between two reports. `window` is the longest one that will be asked for.
+    pub fn set(
+        &mut self,
+        in_flight: u32,
+        held: u32,
+        ended: Option<Timestamp>,
+        now: Timestamp,
+        window: Duration,
+    ) {
+        let fell = self.concurrency() > 0 && in_flight.saturating_add(held) == 0;
+        self.quiet_since = self.quiet_since.max(ended.or(fell.then_some(now)));
         (self.in_flight, self.held) = (in_flight, held);
         self.history.observe(self.concurrency(), now, window);
     }
@@ -177,9 +184,14 @@ mod tests {
     #[test]
     fn the_quiet_begins_when_the_last_request_ends() {
         let mut demand = Demand::default();
-        demand.set(0, 2, at(0.0), WINDOW);
+        demand.set(0, 2, None, at(0.0), WINDOW);
         assert_eq!((demand.concurrency(), demand.quiet_since), (2, None));
-        demand.set(0, 0, at(3.0), WINDOW);
-        assert_eq!(demand.quiet_since, Some(at(3.0)));
+        demand.set(0, 0, None, at(3.0), WINDOW);
+        assert_eq!(demand.quiet_since, Some(at(3.0)), "nobody said when");
+        demand.set(1, 0, None, at(4.0), WINDOW);
+        demand.set(0, 0, Some(at(4.5)), at(5.0), WINDOW);
+        assert_eq!(demand.quiet_since, Some(at(4.5)), "when it ended, not when that was told");
+        demand.set(0, 0, Some(at(5.5)), at(6.0), WINDOW);
+        assert_eq!(demand.quiet_since, Some(at(5.5)), "one that came and went between two reports");
     }
 }

@@ -23,6 +23,7 @@ fn prepared(prompt: Vec<TokenId>, generated: Vec<TokenId>, sampling: Sampling) -
         input: Input::Text("gone".into()),
         generated,
         sampling,
+        hold: false,
     };
     Prepared::new(SessionKey(1), spec, prompt)
 }
