@@ -134,6 +134,10 @@ impl FakeWorker {
                 let kv_bytes_per_token = ByteCount::new(64);
                 vec![FromWorker::Ready { model, context_tokens: 128, slots: 4, kv_bytes_per_token }]
             }
+            ToWorker::Command { .. } => {
+                self.note("command");
+                Vec::new()
+            }
             ToWorker::GrantKv { chunks, .. } => {
                 self.granted.fetch_add(u32::try_from(chunks.len()).unwrap(), Ordering::SeqCst);
                 self.note("grant");
