@@ -12,6 +12,7 @@ pub mod estimate;
 pub mod ids;
 pub mod phases;
 pub mod plan;
+pub mod replay;
 pub mod replica;
 pub mod scale;
 pub mod session;
