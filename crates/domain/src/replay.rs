@@ -48,3 +48,7 @@ mod words;
 pub use machine::Replay;
 pub use words::{Effect, Event, Kind, NotMoved, Opening, Policy, Report};
 
+#[cfg(test)]
+mod explorer;
+#[cfg(test)]
+mod tests;

@@ -164,6 +164,12 @@ impl Replay {
         matches!(self.state, State::Serving(_) | State::Ended)
     }
 
+    /// As if tokens had come at this pace.
+    #[cfg(test)]
+    pub(super) fn set_rate(&mut self, rate: f64) {
+        self.pace.between = rate.recip();
+    }
+
     /// Tokens each second as the client gets them; 0: not known yet.
     pub fn rate(&self) -> f64 {
         self.pace.rate()
