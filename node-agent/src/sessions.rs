@@ -1,4 +1,10 @@
-//! Sessions over HTTP: `POST /v1/sessions` opens one and streams its events, `GET /v1/status` tells what is here.
+//! Sessions over HTTP.
+//!
+//! | path | answers |
+//! |---|---|
+//! | `POST /v1/sessions` | opens one and streams its events, until its last event or the connection's end |
+//! | `POST /v1/sessions/{id}/command?epoch=E` | 202: the opening under that epoch has the `SessionCommand`; its stream tells what becomes of it. 404: no such opening; 409: it has too many commands already |
+//! | `GET /v1/status` | what is here: the node, its replicas, its sessions |
 //!
 //! ```text
 //! body ─parse─► replica? ─no─► 404                    (every refusal: a Failed event as JSON)
@@ -9,32 +15,39 @@
 //! ```
 //!
 //! Invariants: a session's stream ends with exactly one last event, or with its connection; the numbers of sessions,
-//! of bytes of waiting requests and of undelivered events are bounded; a session counts as open in its replica from
-//! before it looked at it until its last event was sent.
+//! of bytes of waiting requests, of undelivered events and of commands are bounded; a session counts as open in its
+//! replica from before it looked at it until its last event was sent.
 //!
 //! It deliberately does **not** know tokens, prompts or replays: the worker makes events, the router judges them.
 
+mod refusal;
+mod table;
+mod task;
+
 use std::sync::Arc;
-use std::time::Duration;
 
 use axum::Router;
 use axum::body::{Body, Bytes};
-use axum::extract::rejection::BytesRejection;
-use axum::extract::{DefaultBodyLimit, State};
+use axum::extract::rejection::{BytesRejection, JsonRejection, QueryRejection};
+use axum::extract::{DefaultBodyLimit, Path, Query, State};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use pilotlight_domain::session::{FailureCode, Retry, SessionEvent, SessionSpec};
+use pilotlight_domain::SessionId;
+use pilotlight_domain::session::{FailureCode, Retry, SessionCommand, SessionSpec};
 use pilotlight_kit::Stop;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use serde::Deserialize;
+use tokio::sync::{Semaphore, mpsc};
 use tokio::time::Instant;
 use tokio_stream::StreamExt as _;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::task::TaskTracker;
 
-use crate::orders::face::{Entered, Face, Serving, View};
+use crate::orders::face::{Face, Serving, View};
 use crate::orders::replica::Node;
-use crate::workers::SessionLink;
+use refusal::Refusal;
+use table::{NotTaken, Table};
+use task::Session;
 
 /// A prompt of 16 MiB, and a MiB for everything around it.
 const BODY_BYTES_MAX: usize = 17 << 20;
@@ -42,8 +55,6 @@ const BODY_BYTES_MAX: usize = 17 << 20;
 const WAITING_BYTES_MAX: usize = 256 << 20;
 /// Lines that wait for the connection; what does not fit waits in the session's own queue.
 const LINES: usize = 16;
-/// What goes out in one piece at most.
-const PIECE_BYTES_MAX: usize = 64 << 10;
 
 /// What the handlers share. Cheap to clone.
 #[derive(Clone)]
@@ -53,13 +64,14 @@ pub(crate) struct Sessions {
     tasks: TaskTracker,
     places: Arc<Semaphore>,
     waiting_bytes: Arc<Semaphore>,
+    table: Table,
 }
 
 impl Sessions {
     pub(crate) fn new(node: Arc<Node>, stop: Stop, tasks: TaskTracker) -> Self {
         let places = Arc::new(Semaphore::new(node.limits.sessions_max));
         let waiting_bytes = Arc::new(Semaphore::new(WAITING_BYTES_MAX));
-        Sessions { node, stop, tasks, places, waiting_bytes }
+        Sessions { node, stop, tasks, places, waiting_bytes, table: Table::default() }
     }
 
     /// The paths.
@@ -67,6 +79,7 @@ impl Sessions {
         let limit = DefaultBodyLimit::max(BODY_BYTES_MAX);
         Router::new()
             .route("/v1/sessions", post(open).layer(limit))
+            .route("/v1/sessions/{id}/command", post(command))
             .route("/v1/status", get(status))
             .with_state(self)
     }
@@ -76,7 +89,8 @@ async fn status(State(sessions): State<Sessions>) -> Response {
     let status = crate::report::node_status(&sessions.node, sessions.stop.is_stopping());
     let replicas: Vec<_> =
         sessions.node.faces.all().iter().map(|(model, face)| replica_line(model, face)).collect();
-    axum::Json(serde_json::json!({ "node": status, "replicas": replicas })).into_response()
+    let told = sessions.table.told();
+    axum::Json(serde_json::json!({ "node": status, "replicas": replicas, "sessions": told })).into_response()
 }
 
 fn replica_line(model: &pilotlight_domain::ModelName, face: &Arc<Face>) -> serde_json::Value {
@@ -90,39 +104,12 @@ fn replica_line(model: &pilotlight_domain::ModelName, face: &Arc<Face>) -> serde
     serde_json::json!({ "model": model, "state": state, "sessions": face.open(), "cause": cause })
 }
 
-/// Why a session is not served, ready to be said.
-#[derive(Clone, Debug)]
-struct Refusal {
-    code: FailureCode,
-    message: String,
-    retry: Retry,
-}
-
-impl Refusal {
-    fn new(code: FailureCode, message: impl Into<String>, retry: Retry) -> Self {
-        Refusal { code, message: message.into(), retry }
-    }
-
-    fn draining() -> Self {
-        Refusal::new(FailureCode::Draining, "the replica is going away; another one serves", Retry::Elsewhere)
-    }
-
-    fn event(self) -> SessionEvent {
-        SessionEvent::Failed { code: self.code, message: self.message, retry: self.retry }
-    }
-
-    fn into_response(self, status: StatusCode) -> Response {
-        (status, axum::Json(self.event())).into_response()
-    }
-}
-
 async fn open(State(sessions): State<Sessions>, body: Result<Bytes, BytesRejection>) -> Response {
-    let bad = |message: String| Refusal::new(FailureCode::BadRequest, message, Retry::No);
     let body = match body {
         Ok(body) => body,
         Err(rejection) => {
             let message = format!("{}; a session's request has at most 17 MiB", rejection.body_text());
-            return bad(message).into_response(rejection.status());
+            return Refusal::bad(message).into_response(rejection.status());
         }
     };
     if sessions.stop.is_stopping() {
@@ -141,7 +128,9 @@ async fn open(State(sessions): State<Sessions>, body: Result<Bytes, BytesRejecti
     };
     let spec: SessionSpec = match serde_json::from_slice(&body) {
         Ok(spec) => spec,
-        Err(error) => return bad(format!("not a session: {error}")).into_response(StatusCode::BAD_REQUEST),
+        Err(error) => {
+            return Refusal::bad(format!("not a session: {error}")).into_response(StatusCode::BAD_REQUEST);
+        }
     };
     drop(body);
     let Some(face) = sessions.node.faces.get(&spec.model) else {
@@ -158,6 +147,8 @@ async fn open(State(sessions): State<Sessions>, body: Result<Bytes, BytesRejecti
         };
         return refusal.into_response(status);
     }
+    let generated = u32::try_from(spec.generated.len()).unwrap_or(u32::MAX);
+    let listed = sessions.table.enter(spec.id.clone(), spec.epoch, spec.model.clone(), generated);
     let (lines, stream) = mpsc::channel::<Bytes>(LINES);
     let session = Session {
         node: sessions.node.clone(),
@@ -165,12 +156,53 @@ async fn open(State(sessions): State<Sessions>, body: Result<Bytes, BytesRejecti
         face,
         lines,
         opened: Instant::now(),
+        listed,
         _entered: entered,
         _place: place,
     };
     sessions.tasks.spawn(session.run(Box::new(spec), waiting));
     let body = Body::from_stream(ReceiverStream::new(stream).map(Ok::<_, std::convert::Infallible>));
     ([(header::CONTENT_TYPE, "application/x-ndjson")], body).into_response()
+}
+
+/// Which opening of a session is meant.
+#[derive(Deserialize)]
+struct Which {
+    epoch: u32,
+}
+
+async fn command(
+    State(sessions): State<Sessions>,
+    Path(id): Path<String>,
+    which: Result<Query<Which>, QueryRejection>,
+    command: Result<axum::Json<SessionCommand>, JsonRejection>,
+) -> Response {
+    let (Query(Which { epoch }), axum::Json(command)) = match (which, command) {
+        (Ok(which), Ok(command)) => (which, command),
+        (Err(error), _) => {
+            let message = format!("name the opening with ?epoch=N: {}", error.body_text());
+            return Refusal::bad(message).into_response(StatusCode::BAD_REQUEST);
+        }
+        (_, Err(error)) => {
+            let message = format!("not a command: {}", error.body_text());
+            return Refusal::bad(message).into_response(error.status());
+        }
+    };
+    let taken = match id.parse::<SessionId>() {
+        Ok(id) => sessions.table.command(&id, epoch, command),
+        Err(_) => Err(NotTaken::Unknown),
+    };
+    match taken {
+        Ok(()) => StatusCode::ACCEPTED.into_response(),
+        Err(NotTaken::Unknown) => {
+            Refusal::bad(format!("no session {id} is open here under epoch {epoch}; it may have ended"))
+                .into_response(StatusCode::NOT_FOUND)
+        }
+        Err(NotTaken::Busy) => {
+            Refusal::bad(format!("session {id} has not taken up its earlier commands; wait for its events"))
+                .into_response(StatusCode::CONFLICT)
+        }
+    }
 }
 
 /// Where sessions start; none while they wait.
@@ -189,151 +221,4 @@ fn look(face: &Face) -> Result<Option<Serving>, Refusal> {
             Err(Refusal::new(FailureCode::LoadFailed, failure.message.clone(), retry))
         }
     }
-}
-
-/// The other side closed the connection.
-struct ClientGone;
-
-/// One session's task.
-struct Session {
-    node: Arc<Node>,
-    stop: Stop,
-    face: Arc<Face>,
-    lines: mpsc::Sender<Bytes>,
-    opened: Instant,
-    _entered: Entered,
-    _place: OwnedSemaphorePermit,
-}
-
-impl Session {
-    #[tracing::instrument(name = "session", skip_all, fields(request = %spec.id, model = %spec.model))]
-    async fn run(self, spec: Box<SessionSpec>, waiting: OwnedSemaphorePermit) {
-        let metrics = self.node.board.metrics().clone();
-        let _counted = metrics.session();
-        self.node.board.changed();
-        let outcome = match self.serve(spec, waiting).await {
-            Ok(last) => {
-                let outcome = match &last {
-                    SessionEvent::Done { .. } => "done",
-                    _ => "failed",
-                };
-                if let SessionEvent::Failed { code, message, .. } = &last {
-                    tracing::info!(?code, message, "session failed");
-                }
-                let _client_gone = self.send(vec![last]).await;
-                outcome
-            }
-            Err(ClientGone) => "cancelled",
-        };
-        metrics.session_ended(outcome);
-        self.node.board.changed();
-    }
-
-    /// The last event, which is not sent yet.
-    async fn serve(
-        &self,
-        spec: Box<SessionSpec>,
-        waiting: OwnedSemaphorePermit,
-    ) -> Result<SessionEvent, ClientGone> {
-        let serving = match self.wait().await? {
-            Ok(serving) => serving,
-            Err(refusal) => return Ok(refusal.event()),
-        };
-        let key = serving.worker.new_session();
-        let events_max = self.node.limits.session_events_max;
-        let lost = |message: &str| Refusal::new(FailureCode::WorkerLost, message, Retry::Elsewhere).event();
-        let started = tokio::select! {
-            started = serving.life.start(key, serving.model, spec, events_max) => started,
-            () = self.lines.closed() => return Err(ClientGone),
-        };
-        drop(waiting);
-        let Ok(mut link) = started else { return Ok(lost("the worker died")) };
-        loop {
-            let event = tokio::select! {
-                event = link.event() => event,
-                () = self.lines.closed() => return Err(ClientGone),
-                () = serving.cut.cancelled() => return Ok(Refusal::draining().event()),
-                () = self.stop.aborting() => return Ok(Refusal::draining().event()),
-            };
-            let Some(event) = event else {
-                return Ok(if link.is_overrun() {
-                    let message = format!("the reader fell {events_max} events behind");
-                    Refusal::new(FailureCode::Internal, message, Retry::Elsewhere).event()
-                } else {
-                    lost("the worker died; its weights are still in memory")
-                });
-            };
-            if let Some(last) = self.forward(event, &mut link).await? {
-                return Ok(last);
-            }
-        }
-    }
-
-    /// Sends this event, and what came with it, in one piece. Answers with the last event instead of sending it.
-    async fn forward(
-        &self,
-        event: SessionEvent,
-        link: &mut SessionLink,
-    ) -> Result<Option<SessionEvent>, ClientGone> {
-        let (mut batch, mut next) = (Vec::new(), Some(event));
-        while let Some(mut event) = next {
-            if event.is_last() {
-                if !batch.is_empty() {
-                    self.send(batch).await?;
-                }
-                return Ok(Some(event));
-            }
-            if let SessionEvent::Accepted { waited, from, .. } = &mut event {
-                *waited = self.face.waited(self.opened, Instant::now());
-                *from = self.face.from();
-            }
-            batch.push(event);
-            next = if batch.len() < LINES { link.event_now() } else { None };
-        }
-        self.send(batch).await.map(|()| None)
-    }
-
-    async fn send(&self, events: Vec<SessionEvent>) -> Result<(), ClientGone> {
-        let mut piece = Vec::new();
-        for event in events {
-            serde_json::to_writer(&mut piece, &event).expect("events are plain data with text keys");
-            piece.push(b'\n');
-            if piece.len() > PIECE_BYTES_MAX {
-                self.lines.send(Bytes::from(std::mem::take(&mut piece))).await.map_err(|_| ClientGone)?;
-            }
-        }
-        if piece.is_empty() { Ok(()) } else { self.lines.send(piece.into()).await.map_err(|_| ClientGone) }
-    }
-
-    /// Waits until the replica serves.
-    async fn wait(&self) -> Result<Result<Serving, Refusal>, ClientGone> {
-        let limit = self.node.limits.session_wait_max;
-        let mut view = self.face.view.clone();
-        let waiting = async {
-            loop {
-                match look(&self.face) {
-                    Ok(Some(serving)) => return Ok(serving),
-                    Err(refusal) => return Err(refusal),
-                    Ok(None) => {}
-                }
-                if view.changed().await.is_err() {
-                    return Err(Refusal::draining());
-                }
-            }
-        };
-        tokio::select! {
-            found = waiting => Ok(found),
-            () = self.lines.closed() => Err(ClientGone),
-            () = self.stop.stopping() => Ok(Err(Refusal::draining())),
-            () = tokio::time::sleep(limit) => Ok(Err(too_long(limit))),
-        }
-    }
-}
-
-fn too_long(limit: Duration) -> Refusal {
-    let message = format!(
-        "the model was not ready within {} s; its replica's status tells how far it is",
-        limit.as_secs()
-    );
-    Refusal::new(FailureCode::LoadFailed, message, Retry::Elsewhere)
 }

@@ -11,9 +11,9 @@ use std::sync::{Arc, Mutex};
 
 use futures::FutureExt as _;
 use pilotlight_domain::ByteCount;
-use pilotlight_domain::session::{FinishReason, Sampling, SessionEvent, Usage};
+use pilotlight_domain::session::{FinishReason, SessionCommand, SessionEvent, SessionSpec, Usage};
 use pilotlight_engine::frame::{self, FrameReader};
-use pilotlight_engine::protocol::{FileChunks, FromWorker, ModelKey, ToWorker};
+use pilotlight_engine::protocol::{FileChunks, FromWorker, ModelKey, SessionKey, ToWorker};
 use pilotlight_loader::mapping::{FileMap, PoolMap};
 use tokio_util::sync::CancellationToken;
 
@@ -85,9 +85,9 @@ impl FakeWorker {
         if frame::write(&writer, &hello).is_err() {
             return;
         }
-        let mut models = HashMap::new();
+        let (mut models, mut sessions) = (HashMap::new(), HashMap::new());
         while let Ok(Some(message)) = reader.read::<ToWorker>() {
-            for answer in self.answer(message, &pool, &mut models) {
+            for answer in self.answer(message, &pool, &mut models, &mut sessions) {
                 if frame::write(&writer, &answer).is_err() {
                     return;
                 }
@@ -103,7 +103,11 @@ impl FakeWorker {
         message: ToWorker,
         pool: &PoolMap,
         models: &mut HashMap<ModelKey, Loaded>,
+        sessions: &mut HashMap<SessionKey, Said>,
     ) -> Vec<FromWorker> {
+        let of = |session, events: Vec<SessionEvent>| {
+            events.into_iter().map(move |event| FromWorker::Event { session, event }).collect()
+        };
         match message {
             ToWorker::Hello { .. } => Vec::new(),
             ToWorker::Load { model, folder, files, kv_chunks, .. } => {
@@ -134,9 +138,9 @@ impl FakeWorker {
                 let kv_bytes_per_token = ByteCount::new(64);
                 vec![FromWorker::Ready { model, context_tokens: 128, slots: 4, kv_bytes_per_token }]
             }
-            ToWorker::Command { .. } => {
+            ToWorker::Command { session, command } => {
                 self.note("command");
-                Vec::new()
+                sessions.get_mut(&session).map(|said| of(session, said.on(command))).unwrap_or_default()
             }
             ToWorker::GrantKv { chunks, .. } => {
                 self.granted.fetch_add(u32::try_from(chunks.len()).unwrap(), Ordering::SeqCst);
@@ -155,41 +159,84 @@ impl FakeWorker {
             ToWorker::Start { session, model, spec } => {
                 self.note("start");
                 assert!(models[&model].ready, "a session before Ready");
-                let mut answers: Vec<FromWorker> = tokens(&spec.sampling)
-                    .into_iter()
-                    .map(|event| FromWorker::Event { session, event })
-                    .collect();
+                let (said, events) = Said::new(&spec);
+                sessions.insert(session, said);
+                let mut answers: Vec<FromWorker> = of(session, events);
                 let wanted = self.wants_kv.swap(0, Ordering::SeqCst);
                 if wanted > 0 {
                     answers.insert(0, FromWorker::KvWanted { model, chunks: wanted });
                 }
                 answers
             }
-            ToWorker::Cancel { .. } => {
+            ToWorker::Cancel { session } => {
                 self.note("cancel");
+                sessions.remove(&session);
                 Vec::new()
             }
         }
     }
 }
 
-/// With `max_tokens` so many and an end; without, one token and silence.
-fn tokens(sampling: &Sampling) -> Vec<SessionEvent> {
-    let accepted = SessionEvent::Accepted {
-        prompt_ids: vec![1, 2],
-        device: "cpu".into(),
-        numerics: "fake-1".into(),
-        waited: Default::default(),
-        from: None,
-    };
-    let token =
-        |index| SessionEvent::Token { epoch: 0, index, id: index, text: format!("t{index}"), logprobs: None };
-    let mut events = vec![accepted];
-    events.extend((0..sampling.max_tokens.unwrap_or(1)).map(token));
-    if sampling.max_tokens.is_some() {
-        events.push(SessionEvent::Done { reason: FinishReason::Length, usage: Usage::default() });
+/// A session as far as it was said.
+struct Said {
+    epoch: u32,
+    next: u32,
+    max: Option<u32>,
+}
+
+impl Said {
+    fn new(spec: &SessionSpec) -> (Said, Vec<SessionEvent>) {
+        let next = u32::try_from(spec.generated.len()).unwrap();
+        let mut said = Said { epoch: spec.epoch, next, max: spec.sampling.max_tokens };
+        let accepted = SessionEvent::Accepted {
+            prompt_ids: vec![1, 2],
+            device: "cpu".into(),
+            numerics: "fake-1".into(),
+            waited: Default::default(),
+            from: None,
+        };
+        let mut events = vec![accepted];
+        if spec.hold {
+            events.push(SessionEvent::Prepared { next_index: next, rate: 0.0 });
+        } else {
+            events.extend(said.go_on());
+        }
+        (said, events)
     }
-    events
+
+    /// With `max_tokens` so many and an end; without, one token and silence.
+    fn go_on(&mut self) -> Vec<SessionEvent> {
+        let until = self.max.unwrap_or(self.next + 1);
+        let token = |index| SessionEvent::Token {
+            epoch: self.epoch,
+            index,
+            id: index,
+            text: format!("t{index}"),
+            logprobs: None,
+        };
+        let mut events: Vec<SessionEvent> = (self.next..until).map(token).collect();
+        self.next = until;
+        if self.max.is_some() {
+            events.push(SessionEvent::Done { reason: FinishReason::Length, usage: Usage::default() });
+        }
+        events
+    }
+
+    fn on(&mut self, command: SessionCommand) -> Vec<SessionEvent> {
+        let known = |at: u32, ids: &[u32]| at + u32::try_from(ids.len()).unwrap();
+        match command {
+            SessionCommand::Extend { at, ids } => {
+                self.next = known(at, &ids);
+                vec![SessionEvent::Prepared { next_index: self.next, rate: 0.0 }]
+            }
+            SessionCommand::Freeze => vec![SessionEvent::Frozen { next_index: self.next }],
+            SessionCommand::Release { epoch, at, ids } => {
+                (self.epoch, self.next) = (epoch, known(at, &ids));
+                let moved = SessionEvent::Moved { to: "cpu".into(), epoch, next_index: self.next };
+                [vec![moved], self.go_on()].concat()
+            }
+        }
+    }
 }
 
 struct Loaded {

@@ -5,16 +5,14 @@ use std::time::Duration;
 
 use futures::StreamExt as _;
 use pilotlight_api::{Hold, ModelNode, Reason, ReplicaPhase};
+use pilotlight_domain::session::SessionCommand;
 use pilotlight_store::{Filter, Typed as _, TypedChange};
 
 use super::world::{World, in_time, short};
 
 #[tokio::test]
 async fn a_killed_worker_costs_its_sessions_and_no_reading() {
-    let mut world = World::with_chunks(32).await;
-    let uri = world.model("m");
-    let generation = world.order("m", &uri, Hold::Host).await;
-    world.phase("m", generation, ReplicaPhase::Ready).await;
+    let (world, _uri) = World::serving().await;
     let mut session = world.session("m", None).await;
     assert_eq!(short(&[session.next().await.unwrap(), session.next().await.unwrap()]), "accepted t0");
     world.worker.kill();
@@ -44,10 +42,7 @@ async fn a_model_that_kills_its_worker_fails_and_the_others_go_on() {
 
 #[tokio::test]
 async fn a_closed_connection_cancels_its_session() {
-    let mut world = World::with_chunks(32).await;
-    let uri = world.model("m");
-    let generation = world.order("m", &uri, Hold::Host).await;
-    world.phase("m", generation, ReplicaPhase::Ready).await;
+    let (world, _uri) = World::serving().await;
     let mut session = world.session("m", None).await;
     session.next().await.unwrap();
     world.node(|n| n.status.as_ref().unwrap().sessions == 1).await;
@@ -58,10 +53,7 @@ async fn a_closed_connection_cancels_its_session() {
 
 #[tokio::test]
 async fn a_drain_waits_for_sessions_until_its_deadline() {
-    let mut world = World::with_chunks(32).await;
-    let uri = world.model("m");
-    let generation = world.order("m", &uri, Hold::Host).await;
-    world.phase("m", generation, ReplicaPhase::Ready).await;
+    let (mut world, uri) = World::serving().await;
     let mut session = world.session("m", None).await;
     session.next().await.unwrap();
     session.next().await.unwrap();
@@ -85,17 +77,14 @@ async fn a_drain_waits_for_sessions_until_its_deadline() {
 
 #[tokio::test]
 async fn a_restart_finds_the_disk_tier_and_its_orders() {
-    let mut world = World::with_chunks(32).await;
-    let uri = world.model("m");
-    let generation = world.order("m", &uri, Hold::Host).await;
-    world.phase("m", generation, ReplicaPhase::Ready).await;
+    let (mut world, _uri) = World::serving().await;
     world.stop().await;
     // What a crash left behind, and a source that went away.
     std::fs::create_dir(world.data("store/.staging.partial-1")).unwrap();
     std::fs::remove_dir_all(world.dir.path().join("models")).unwrap();
     world.start();
     world.worker.seen("ready", 2).await;
-    let status = world.phase("m", generation, ReplicaPhase::Ready).await;
+    let status = world.phase("m", 1, ReplicaPhase::Ready).await;
     assert_eq!(status.path, "disk");
     assert!(!world.data("store/.staging.partial-1").exists());
     world.stop().await;
@@ -116,6 +105,43 @@ async fn an_agent_without_its_ledger_finds_the_store_by_scanning() {
     let residents = node.status.unwrap().residents;
     assert_eq!((residents.len(), residents[0].source_uri.as_str()), (1, uri.as_str()));
     world.stop().await;
+}
+
+#[tokio::test]
+async fn commands_reach_the_opening_they_name_and_its_events_come_back() {
+    let (world, _uri) = World::serving().await;
+    let mut source = world.session("m", None).await;
+    assert_eq!(short(&[source.next().await.unwrap(), source.next().await.unwrap()]), "accepted t0");
+    let held = serde_json::json!({
+        "id": "r1", "model": { "namespace": "default", "name": "m" }, "epoch": 1, "hold": true,
+        "input": { "tokens": [1, 2] }, "generated": [0], "sampling": { "max_tokens": 3 },
+    });
+    let mut target = world.post(&held.to_string()).await;
+    assert_eq!(short(&[target.next().await.unwrap(), target.next().await.unwrap()]), "accepted prepared1");
+    let status = world.get("/v1/status").await;
+    for part in ["\"id\":\"r1\"", "\"epoch\":0", "\"epoch\":1", "\"generated\":1", "\"device\":\"cpu\""] {
+        assert!(status.contains(part), "{part} in {status}");
+    }
+    assert_eq!(world.command("r1", 0, &SessionCommand::Freeze).await, 202);
+    assert_eq!(short(&[source.next().await.unwrap()]), "frozen1");
+    let release = SessionCommand::Release { epoch: 1, at: 1, ids: vec![] };
+    assert_eq!(world.command("r1", 1, &release).await, 202);
+    assert_eq!(short(&target.rest().await), "moved t1 t2 done");
+    assert_eq!(world.command("r1", 2, &SessionCommand::Freeze).await, 404);
+    assert_eq!(world.command("r2", 0, &SessionCommand::Freeze).await, 404);
+    assert_eq!(world.post_to("/v1/sessions/r1/command?epoch=0", "{}").await.status, 422);
+    assert_eq!(world.post_to("/v1/sessions/r1/command", "{}").await.status, 400);
+}
+
+#[tokio::test]
+async fn a_session_that_comes_while_its_worker_is_dead_waits_for_the_next_one() {
+    let (world, _uri) = World::serving().await;
+    for life in 1..=5 {
+        world.worker.seen("ready", life).await;
+        world.worker.kill();
+        // Whether its death was noticed before the session came or not: nothing was said yet.
+        assert_eq!(short(&world.session("m", Some(1)).await.rest().await), "accepted t0 done");
+    }
 }
 
 #[tokio::test]

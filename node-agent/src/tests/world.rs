@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use futures::StreamExt as _;
 use pilotlight_api::{Hold, ModelNode, ModelReplica, ModelReplicaSpec, ModelReplicaStatus, ReplicaPhase};
-use pilotlight_domain::session::SessionEvent;
+use pilotlight_domain::session::{SessionCommand, SessionEvent};
 use pilotlight_domain::{ByteCount, Timestamp};
 use pilotlight_kit::Stop;
 use pilotlight_kit::clock::{Clock, SystemClock, rfc3339};
@@ -98,6 +98,15 @@ impl World {
         format!("file://{}", folder.display())
     }
 
+    /// A node that serves model `m`; its source.
+    pub(super) async fn serving() -> (World, String) {
+        let mut world = World::with_chunks(32).await;
+        let uri = world.model("m");
+        let generation = world.order("m", &uri, Hold::Host).await;
+        world.phase("m", generation, ReplicaPhase::Ready).await;
+        (world, uri)
+    }
+
     /// Orders a model of this name held so far up; returns the generation.
     pub(super) async fn order(&mut self, model: &str, uri: &str, hold: Hold) -> u64 {
         self.order_with(model, uri, hold, |_| {}).await
@@ -180,10 +189,20 @@ impl World {
     }
 
     pub(super) async fn post(&self, body: &str) -> Session {
+        self.post_to("/v1/sessions", body).await
+    }
+
+    /// Sends a command to a session's opening; the answer's status.
+    pub(super) async fn command(&self, id: &str, epoch: u32, command: &SessionCommand) -> u16 {
+        let body = serde_json::to_string(command).unwrap();
+        self.post_to(&format!("/v1/sessions/{id}/command?epoch={epoch}"), &body).await.status
+    }
+
+    pub(super) async fn post_to(&self, path: &str, body: &str) -> Session {
         let address = self.address().await;
         let mut stream = TcpStream::connect(&address).await.unwrap();
         let head = format!(
-            "POST /v1/sessions HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
+            "POST {path} HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
             body.len()
         );
         stream.write_all(head.as_bytes()).await.unwrap();

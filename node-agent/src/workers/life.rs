@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use pilotlight_domain::ByteCount;
-use pilotlight_domain::session::{SessionEvent, SessionSpec};
+use pilotlight_domain::session::{SessionCommand, SessionEvent, SessionSpec};
 use pilotlight_engine::frame::{self, Decoder};
 use pilotlight_engine::protocol::{FromWorker, ModelKey, SessionKey, ToWorker};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -264,6 +264,11 @@ impl SessionLink {
     /// What is there already.
     pub(crate) fn event_now(&mut self) -> Option<SessionEvent> {
         self.events.try_recv().ok()
+    }
+
+    /// A step of its move; its events tell what becomes of it.
+    pub(crate) async fn command(&self, command: SessionCommand) -> Result<(), Gone> {
+        self.life.send(ToWorker::Command { session: self.key, command }).await
     }
 
     /// Whether events were lost because the reader fell behind.
