@@ -13,11 +13,14 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use pilotlight_domain::ByteCount;
 use pilotlight_engine::kernels::KernelSet;
 use pilotlight_engine::kv::{KvLayout, KvPages, KvRegion, SeqId};
 use pilotlight_engine::model::{Cpu, Model, ModelConfig, Row};
 use pilotlight_engine::probe;
 use pilotlight_engine::weights::{WeightDtype, WeightOwner, Weights};
+use pilotlight_loader::mapping::{FileMap, PoolMap};
+use pilotlight_loader::pool::{FreeChunk, HostPool, Resident};
 
 const PROMPT: usize = 512;
 const BATCH: usize = 8;
@@ -53,16 +56,38 @@ const SHAPES: [Shape; 3] = [
     },
 ];
 
-/// Tensors begin at cache lines, as in our own checkpoints.
-struct Aligned {
-    bytes: Vec<u8>,
-    at: usize,
-    len: usize,
+/// Weights as a worker sees them: chunks of the host pool, mapped as one range.
+fn in_pool(bytes: &[u8]) -> WeightOwner {
+    const CHUNK: ByteCount = ByteCount::from_mib(8);
+    let size = CHUNK.get() as usize;
+    let chunks = bytes.len().div_ceil(size);
+    let pool =
+        HostPool::create(ByteCount::new((chunks * size) as u64), CHUNK).expect("memory for the weights");
+    let free = pool.take(chunks as u32).expect("the pool is ours");
+    let numbers: Vec<u32> = free.iter().map(FreeChunk::index).collect();
+    let resident: Vec<Resident> = free
+        .into_iter()
+        .zip(bytes.chunks(size))
+        .map(|(free, bytes)| {
+            let mut filling = free.fill();
+            filling.bytes_mut()[..bytes.len()].copy_from_slice(bytes);
+            filling.publish(bytes.len())
+        })
+        .collect();
+    let fd = pool.dup_fd().expect("a file descriptor");
+    let map = PoolMap::from_fd(fd, CHUNK, pool.chunks_total()).expect("the pool can be mapped");
+    let map = map.map_file(&numbers, ByteCount::new(bytes.len() as u64)).expect("the pool can be mapped");
+    Arc::new(Mapped { map, _resident: resident })
 }
 
-impl AsRef<[u8]> for Aligned {
+struct Mapped {
+    map: FileMap,
+    _resident: Vec<Resident>,
+}
+
+impl AsRef<[u8]> for Mapped {
     fn as_ref(&self) -> &[u8] {
-        &self.bytes[self.at..self.at + self.len]
+        &self.map
     }
 }
 
@@ -100,15 +125,15 @@ fn random_model(config: &str) -> (Model, WeightOwner) {
     let total: usize = tensors.iter().map(|(_, s)| s.iter().product::<usize>()).sum();
     // Small numbers of either sign: bf16 between 2^-7 and 2^-5.
     let mut state = 0x9e37_79b9_7f4a_7c15u64;
-    let mut bytes = Vec::with_capacity(total * 2 + 80);
-    while bytes.len() < total * 2 + 64 {
+    let mut bytes = Vec::with_capacity(total * 2 + 8);
+    while bytes.len() < total * 2 {
         state ^= state << 13;
         state ^= state >> 7;
         state ^= state << 17;
         bytes.extend(((state & 0x80ff_80ff_80ff_80ff) | 0x3c00_3c00_3c00_3c00).to_le_bytes());
     }
-    bytes.truncate(total * 2 + 64);
-    let owner: WeightOwner = Arc::new(Aligned { at: bytes.as_ptr().align_offset(64), len: total * 2, bytes });
+    bytes.truncate(total * 2);
+    let owner = in_pool(&bytes);
     let mut weights = Weights::new();
     let mut at = 0;
     for (name, shape) in &tensors {
@@ -177,7 +202,7 @@ fn measure(shape: &Shape, sets: &[KernelSet], threads: usize, rounds: usize) {
         kv.add(KvRegion::heap(kv.layout().page_bytes() * (PROMPT / 16 + BATCH * 4)));
         let mut table: [Vec<f64>; 5] = Default::default();
         for _ in 0..rounds {
-            let bandwidth = probe::read_bandwidth(cpu.pool(), *set, &[bytes], 1);
+            let bandwidth = probe::read_bandwidth(cpu.pool(), *set, &[bytes], 3);
             let peak = probe::multiply_add_peak(cpu.pool(), *set, WeightDtype::Bf16, 2);
             let [prefill, single, several] = round(&mut cpu, &model, &mut kv, shape.steps);
             for (column, value) in table.iter_mut().zip([bandwidth, peak, prefill, single, several]) {

@@ -69,6 +69,15 @@ mod tests {
     use super::*;
 
     #[test]
+    fn every_byte_is_read() {
+        let words: Vec<f32> = (0..4096u16).map(f32::from).collect();
+        for set in KernelSet::available() {
+            let sum = Ops::of(set).unwrap().read(bytemuck::cast_slice(&words));
+            assert_eq!(sum, words.iter().sum::<f32>(), "{set}");
+        }
+    }
+
+    #[test]
     fn rates_are_of_a_plausible_size() {
         let mut threads = ThreadPool::new(1).unwrap();
         let memory = vec![1u8; 4 << 20];

@@ -8,7 +8,7 @@
 use std::arch::x86_64::*;
 use std::mem::transmute;
 
-use super::linear::{Product, put};
+use super::linear::{Product, ahead, put};
 use super::simd::{Avx512, NR, Simd};
 
 /// Elements of K in one block. Changing it changes bits: raise the kernel version.
@@ -58,15 +58,14 @@ unsafe fn rows_of_panel(p: &Product, n0: usize, k0: usize) {
             let rows = (p.rows - r).min(ROWS);
             let x = p.x_bf16.add(r * p.x_stride + k0);
             let out = p.out.add(r * p.columns + n0);
-            let first = k0 == 0;
             match rows {
-                1 => tile::<1, true>(p, x, w, depth, out, count, first),
-                2 => tile::<2, true>(p, x, w, depth, out, count, first),
-                3 => tile::<3, true>(p, x, w, depth, out, count, first),
-                4 => tile::<4, true>(p, x, w, depth, out, count, first),
-                5 => tile::<5, true>(p, x, w, depth, out, count, first),
-                _ if r == 0 => tile::<6, true>(p, x, w, depth, out, count, first),
-                _ => tile::<6, false>(p, x, w, depth, out, count, first),
+                1 => tile::<1, true>(p, x, w, depth, out, count, k0),
+                2 => tile::<2, true>(p, x, w, depth, out, count, k0),
+                3 => tile::<3, true>(p, x, w, depth, out, count, k0),
+                4 => tile::<4, true>(p, x, w, depth, out, count, k0),
+                5 => tile::<5, true>(p, x, w, depth, out, count, k0),
+                _ if r == 0 => tile::<6, true>(p, x, w, depth, out, count, k0),
+                _ => tile::<6, false>(p, x, w, depth, out, count, k0),
             }
             r += rows;
         }
@@ -79,7 +78,7 @@ unsafe fn load(p: *const u16) -> __m512bh {
     unsafe { transmute(_mm512_loadu_si512(p.cast())) }
 }
 
-/// `AHEAD` fetches the next panel into the cache: rows end before the processor's own prefetching has learnt them.
+/// `AHEAD` asks for weights before they are wanted: see [`ahead`].
 #[inline(always)]
 unsafe fn tile<const R: usize, const AHEAD: bool>(
     p: &Product,
@@ -88,19 +87,19 @@ unsafe fn tile<const R: usize, const AHEAD: bool>(
     depth: usize,
     out: *mut f32,
     count: usize,
-    first: bool,
+    k0: usize,
 ) {
     // SAFETY: as the caller says; activations are padded to whole vectors, weights are masked at their end.
     unsafe {
         let mut acc = [[_mm512_setzero_ps(); NR]; R];
         let whole = depth / WIDTH * WIDTH;
+        let next = ahead(p.k, k0, size_of::<u16>());
         let mut k = 0;
         while k < whole {
             let wv = [load(w[0].add(k)), load(w[1].add(k)), load(w[2].add(k)), load(w[3].add(k))];
             if AHEAD {
                 for w in w {
-                    // Beyond the last panel this is an address like any other: a hint never faults.
-                    _mm_prefetch::<_MM_HINT_T0>(w.wrapping_add(NR * p.k + k).cast());
+                    _mm_prefetch::<_MM_HINT_T0>(w.wrapping_add(next + k).cast());
                 }
             }
             for r in 0..R {
@@ -122,7 +121,7 @@ unsafe fn tile<const R: usize, const AHEAD: bool>(
             }
         }
         for r in 0..R {
-            put(Avx512::sum4(acc[r]), out.add(r * p.columns), count, first);
+            put(Avx512::sum4(acc[r]), out.add(r * p.columns), count, k0 == 0);
         }
     }
 }

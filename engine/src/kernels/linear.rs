@@ -25,6 +25,18 @@ pub(crate) const BLOCK_F32: usize = 512;
 /// Panels that share a tile of rows while that lies in L1: 2 × 4 rows × 512 × 4 bytes = 16 KiB, beside 12 KiB of rows.
 const PANELS: usize = 2;
 
+/// How far ahead of itself a product of few rows asks for each weight row, in bytes: some microseconds of a memory
+/// that is never idle. A whole page, so that it also reaches where the processor's own prefetching stops.
+const AHEAD_BYTES: usize = 4096;
+
+/// Elements from where a weight row of a panel is read to what is read [`AHEAD_BYTES`] later: further on in the same
+/// row, or after its end in the row of the next panel. A hint: beyond the last panel it is an address like any other.
+#[inline(always)]
+pub(super) fn ahead(k: usize, k0: usize, element_bytes: usize) -> usize {
+    let ahead = k.min(AHEAD_BYTES / element_bytes);
+    if k0 + ahead < k { ahead } else { NR * k - (k - ahead) }
+}
+
 /// Elements of scratch that a product wants for widened panels.
 pub(crate) const PANEL_ELEMENTS: usize = PANELS * NR * BLOCK_F32;
 
@@ -228,12 +240,12 @@ unsafe fn rows_of_panels<S: Simd, E: Element, const AHEAD: bool>(
                 let out = p.out.add(r * p.columns + panel.n0);
                 let (w, count) = (panel.rows, panel.count);
                 match rows {
-                    1 => tile::<S, E, 1, AHEAD>(p, x, w, depth, out, count, k0 == 0),
-                    2 => tile::<S, E, 2, AHEAD>(p, x, w, depth, out, count, k0 == 0),
-                    3 => tile::<S, E, 3, AHEAD>(p, x, w, depth, out, count, k0 == 0),
-                    4 => tile::<S, E, 4, AHEAD>(p, x, w, depth, out, count, k0 == 0),
-                    5 => tile::<S, E, 5, AHEAD>(p, x, w, depth, out, count, k0 == 0),
-                    _ => tile::<S, E, 6, AHEAD>(p, x, w, depth, out, count, k0 == 0),
+                    1 => tile::<S, E, 1, AHEAD>(p, x, w, depth, out, count, k0),
+                    2 => tile::<S, E, 2, AHEAD>(p, x, w, depth, out, count, k0),
+                    3 => tile::<S, E, 3, AHEAD>(p, x, w, depth, out, count, k0),
+                    4 => tile::<S, E, 4, AHEAD>(p, x, w, depth, out, count, k0),
+                    5 => tile::<S, E, 5, AHEAD>(p, x, w, depth, out, count, k0),
+                    _ => tile::<S, E, 6, AHEAD>(p, x, w, depth, out, count, k0),
                 }
             }
         }
@@ -249,18 +261,18 @@ unsafe fn tile<S: Simd, E: Element, const R: usize, const AHEAD: bool>(
     depth: usize,
     out: *mut f32,
     count: usize,
-    first: bool,
+    k0: usize,
 ) {
     // SAFETY: as the caller says; activations are padded, so whole vectors of them are readable up to `depth`.
     unsafe {
         let mut acc = [[S::zero(); NR]; R];
         let whole = depth / S::LANES * S::LANES;
+        let next = ahead(p.k, k0, E::BYTES);
         let mut k = 0;
         while k < whole {
             if AHEAD && k % (64 / E::BYTES) == 0 {
                 for w in w {
-                    // Rows end before the processor's own prefetching has learnt them.
-                    S::fetch(w.wrapping_add((NR * p.k + k) * E::BYTES));
+                    S::fetch(w.wrapping_add((next + k) * E::BYTES));
                 }
             }
             let mut wv = [S::zero(); NR];
@@ -284,7 +296,7 @@ unsafe fn tile<S: Simd, E: Element, const R: usize, const AHEAD: bool>(
             }
         }
         for r in 0..R {
-            put(S::sum4(acc[r]), out.add(r * p.columns), count, first);
+            put(S::sum4(acc[r]), out.add(r * p.columns), count, k0 == 0);
         }
     }
 }
