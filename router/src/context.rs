@@ -11,6 +11,7 @@ use crate::demand::Demand;
 use crate::hold::Gate;
 use crate::metrics::Metrics;
 use crate::registry::{Changes, Registry};
+use crate::sessions::Sessions;
 use crate::upstream::Agents;
 
 /// See the module.
@@ -19,6 +20,9 @@ pub(crate) struct Context {
     pub(crate) gate: Arc<Gate>,
     pub(crate) demand: Arc<Demand>,
     pub(crate) agents: Agents,
+    pub(crate) sessions: Arc<Sessions>,
+    /// Its base URL.
+    pub(crate) operator: String,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) clock: Arc<dyn Clock>,
     /// The budget at a busy model.
@@ -52,6 +56,9 @@ impl Context {
         }
         for (model, message) in &changes.failures {
             self.gate.load_failed(model, message);
+        }
+        for node in &changes.nodes_lost {
+            self.sessions.node_lost(node);
         }
         self.changes.send_modify(|n| *n += 1);
     }

@@ -19,7 +19,8 @@
 //!      before the     │                                      │
 //!      first token    ◄──── accepted, token …, done ─────────┘   lines of JSON
 //!                     │
-//!                   forward what is next by (epoch, index), drop and count the rest
+//!                   forward what is next by (epoch, index), drop and count the rest; what is lost is replayed
+//!                   elsewhere, what shall move is moved (serve::session, by domain::replay)
 //!                     │
 //!  client ◄──SSE──── chunks, usage, [DONE]           502 upstream_failed, 504 timeout: a status before the
 //!        or JSON                                     first byte, the last event after it
@@ -42,6 +43,7 @@ mod openai;
 mod registry;
 mod router;
 mod serve;
+mod sessions;
 mod settings;
 mod stopwatch;
 mod upstream;

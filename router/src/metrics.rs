@@ -4,6 +4,7 @@ use std::collections::HashSet;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+use pilotlight_domain::replay::NotMoved;
 use pilotlight_domain::{ModelName, Phase, Phases};
 use prometheus::{
     Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, Opts, Registry,
@@ -20,6 +21,9 @@ const TOKEN_BUCKETS: &[f64] = &[0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1
 /// The router's own time.
 const OVERHEAD_BUCKETS: &[f64] =
     &[0.000_05, 0.000_1, 0.000_15, 0.000_3, 0.000_6, 0.001, 0.0025, 0.005, 0.01, 0.1];
+/// Two decode steps up to a worker's restart, or a node's.
+const PAUSE_BUCKETS: &[f64] =
+    &[0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0];
 /// Estimate ÷ actual: 1 is right.
 const RATIO_BUCKETS: &[f64] = &[0.1, 0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.05, 1.1, 1.2, 1.5, 2.0, 4.0, 10.0];
 
@@ -59,6 +63,11 @@ pub(crate) struct Metrics {
     dropped: IntCounterVec,
     pub(crate) tokens_dropped: IntCounter,
     cpu_served_tokens: IntCounter,
+    moves: IntCounterVec,
+    moves_refused: IntCounterVec,
+    replayed_tokens: IntCounter,
+    move_pause_seconds: HistogramVec,
+    sessions_lost: IntCounter,
     cold_start_seconds: HistogramVec,
     cold_start_phase_seconds: HistogramVec,
     cold_start_estimate_error_ratio: Histogram,
@@ -150,6 +159,24 @@ impl Metrics {
                 "Tokens that were not the next one of their session, and so not forwarded",
             )?,
             cpu_served_tokens: r.counter("cpu_served_tokens_total", "Tokens that a CPU generated")?,
+            moves: r.counters(
+                "moves_total",
+                "Moves of sessions, by kind, and whether source and target are of one numerics class",
+                &["kind", "class"],
+            )?,
+            moves_refused: r.counters(
+                "moves_given_up_total",
+                "Moves that were refused or given up; their sessions went on",
+                &["reason"],
+            )?,
+            replayed_tokens: r.counter("replayed_tokens_total", "Tokens that moves replayed")?,
+            move_pause_seconds: r.histograms(
+                "move_pause_seconds",
+                "Last token before a move to the first token after it",
+                PAUSE_BUCKETS,
+                &["kind"],
+            )?,
+            sessions_lost: r.counter("sessions_lost_total", "Sessions that could not be recovered")?,
             cold_start_seconds: r.histograms(
                 "cold_start_seconds",
                 "Arrival to first token of requests that found no ready replica, by the tier it started from",
@@ -222,6 +249,35 @@ impl Metrics {
         if let Some(decode) = decode.filter(|_| generated > 1) {
             self.output_token_seconds.observe(decode.as_secs_f64() / f64::from(generated - 1));
         }
+    }
+
+    /// A session moved.
+    pub(crate) fn moved(&self, kind: &str, same_class: bool, replayed: u32, pause: Duration) {
+        self.moves.with_label_values(&[kind, if same_class { "same" } else { "other" }]).inc();
+        self.replayed_tokens.inc_by(replayed.into());
+        self.move_pause_seconds.with_label_values(&[kind]).observe(pause.as_secs_f64());
+    }
+
+    /// A session did not move.
+    pub(crate) fn not_moved(&self, why: &NotMoved) {
+        let reason = match why {
+            NotMoved::Busy => "busy",
+            NotMoved::TooOften => "too_often",
+            NotMoved::TooSoon => "too_soon",
+            NotMoved::TooLong => "too_long",
+            NotMoved::Finished => "finished",
+            NotMoved::TooSlow => "too_slow",
+            NotMoved::TargetLost => "target_lost",
+            NotMoved::TimedOut => "timed_out",
+            NotMoved::SourceLost => "source_lost",
+            NotMoved::Aborted => "aborted",
+        };
+        self.moves_refused.with_label_values(&[reason]).inc();
+    }
+
+    /// A session could not be recovered.
+    pub(crate) fn lost_for_good(&self) {
+        self.sessions_lost.inc();
     }
 
     pub(crate) fn cold_start(&self, model: &ModelName, path: &str, phases: &Phases, estimate: Option<f64>) {

@@ -75,7 +75,7 @@ pub(crate) struct ReplicaView {
     pub(crate) key: ReplicaKey,
     model: ModelName,
     model_uid: String,
-    node: String,
+    pub(crate) node: String,
     /// Base URL of the agent's session API.
     pub(crate) endpoint: String,
     /// The agent accepted an order to serve: sessions may be opened, though they may wait there.
@@ -104,6 +104,8 @@ pub(crate) struct Changes {
     pub(crate) models: BTreeSet<ModelName>,
     /// Loads that failed just now, with reason and message.
     pub(crate) failures: Vec<(ModelName, String)>,
+    /// Nodes whose agent is not heard of any more.
+    pub(crate) nodes_lost: Vec<String>,
 }
 
 /// See the module.
@@ -113,7 +115,10 @@ pub(crate) struct Registry {
     names: HashMap<String, ModelName>,
     replicas: HashMap<ReplicaKey, Arc<ReplicaView>>,
     by_model: HashMap<ModelName, BTreeSet<ReplicaKey>>,
+    nodes: BTreeSet<String>,
     nodes_lost: HashSet<String>,
+    /// They take no new sessions.
+    nodes_draining: HashSet<String>,
     models_listed: bool,
     replicas_listed: bool,
 }
@@ -138,11 +143,23 @@ impl Registry {
         let view = self.models.get(model)?;
         let serves = |r: &&Arc<ReplicaView>| {
             let same = r.model_uid.is_empty() || view.uid.is_empty() || r.model_uid == view.uid;
-            r.accepts && same && !self.nodes_lost.contains(&r.node)
+            let leaving = self.nodes_lost.contains(&r.node) || self.nodes_draining.contains(&r.node);
+            r.accepts && same && !leaving
         };
         let keys = self.by_model.get(model).into_iter().flatten();
         let replicas = keys.filter_map(|key| self.replicas.get(key)).filter(serves).cloned().collect();
         Some(Standing { verdict: view.verdict.clone(), terms: view.terms, replicas })
+    }
+
+    /// Whether such a node has been heard of.
+    pub(crate) fn knows_node(&self, node: &str) -> bool {
+        self.nodes.contains(node)
+    }
+
+    /// The nodes that are there and stay.
+    pub(crate) fn nodes(&self) -> Vec<String> {
+        let stays = |n: &&String| !self.nodes_lost.contains(*n) && !self.nodes_draining.contains(*n);
+        self.nodes.iter().filter(stays).cloned().collect()
     }
 
     /// The model as `/v1/models` shows it.
@@ -268,12 +285,23 @@ impl Registry {
 
     pub(crate) fn on_node(&mut self, told: &Reflected<ModelNode>) -> Changes {
         let before = self.nodes_lost.clone();
+        let drained_before = self.nodes_draining.clone();
         let mut note = |node: &ModelNode, there: bool| {
             let name = node.object_ref().name;
             if there && is_lost(node) {
-                self.nodes_lost.insert(name);
+                self.nodes_lost.insert(name.clone());
             } else {
                 self.nodes_lost.remove(&name);
+            }
+            if there && node.spec.drain {
+                self.nodes_draining.insert(name.clone());
+            } else {
+                self.nodes_draining.remove(&name);
+            }
+            if there {
+                self.nodes.insert(name);
+            } else {
+                self.nodes.remove(&name);
             }
         };
         match told {
@@ -282,9 +310,11 @@ impl Registry {
             // Its replicas go with it, one by one.
             Reflected::Deleted(node) => note(node, false),
         }
-        let changed: HashSet<&String> = before.symmetric_difference(&self.nodes_lost).collect();
+        let mut changed: HashSet<&String> = before.symmetric_difference(&self.nodes_lost).collect();
+        changed.extend(drained_before.symmetric_difference(&self.nodes_draining));
         let models = self.replicas.values().filter(|r| changed.contains(&r.node)).map(|r| r.model.clone());
-        Changes { models: models.collect(), failures: Vec::new() }
+        let nodes_lost = self.nodes_lost.difference(&before).cloned().collect();
+        Changes { models: models.collect(), failures: Vec::new(), nodes_lost }
     }
 
     fn put_replica(&mut self, view: ReplicaView) {

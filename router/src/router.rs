@@ -16,6 +16,7 @@ use crate::demand::{Demand, Ledger};
 use crate::hold::{Bounds, Gate};
 use crate::metrics::Metrics;
 use crate::registry::Registry;
+use crate::sessions::Sessions;
 use crate::settings::Config;
 use crate::upstream::Agents;
 
@@ -49,6 +50,8 @@ impl Router {
             gate: Gate::new(bounds, metrics.clone()),
             demand: Demand::new(Ledger::new(format!("router-{:016x}", fastrand::u64(..)))),
             agents: Agents::new(),
+            sessions: Arc::new(Sessions::new(clock.clone())),
+            operator: config.operator.trim_end_matches('/').to_owned(),
             metrics,
             clock,
             queue_max: config.queue_max,
@@ -63,6 +66,11 @@ impl Router {
     /// [`not_found`](crate::not_found).
     pub fn routes(&self) -> axum::Router {
         crate::http::routes(self.cx.clone())
+    }
+
+    /// `/router/v1/*`: the sessions, and moving them. For those who run the system; not for its clients.
+    pub fn session_routes(&self) -> axum::Router {
+        crate::sessions::routes(self.cx.clone())
     }
 
     /// Not ready until the first list of models came, and no more once it is asked to stop.

@@ -71,7 +71,7 @@ pub(crate) async fn router(args: RouterArgs, stop: Stop) -> Result<(), Failure> 
     let config = args.settings.check().map_err(|e| Failure::usage(e.to_string()))?;
     let router =
         Router::new(config, cluster(&args.cluster, "router").await?, Arc::new(SystemClock), &registry)?;
-    let health = admin::routes(registry, router.readiness());
+    let health = admin::routes(registry, router.readiness()).merge(router.session_routes());
     let serving =
         serve(router.routes(), health, &args.listen, args.admin_listen.as_deref(), stop.clone()).await?;
     router.run(stop).await;

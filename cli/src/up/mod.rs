@@ -1,7 +1,7 @@
 //! `pilotlight up`: everything on this machine.
 //!
 //! ```text
-//! this process:  one listener ── /v1 (router) · /apis, /api (store's face) · /operator/v1 (operator) · health, metrics
+//! this process:  one listener ── /v1, /router/v1 (router) · /apis, /api (store's face) · /operator/v1 (operator) · health, metrics
 //!                embedded store ◄── operator, router
 //! children:      one agent per node ──HTTP──► the store's face        (each starts its workers)
 //! ```
@@ -160,6 +160,7 @@ fn serve(
     let after = Stop { graceful: CancellationToken::new(), abort: stop.abort.clone() };
     let app = router
         .routes()
+        .merge(router.session_routes())
         .merge(operator.routes())
         .merge(face::routes(store.clone(), after.clone()))
         .merge(admin::routes(registry, ready.clone()))

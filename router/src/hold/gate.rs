@@ -72,6 +72,13 @@ impl Gate {
         Ticket { gate: self.clone(), model: model.clone(), rank, cold, decision: Some(decision) }
     }
 
+    /// A place at a replica that was chosen by somebody else, be it full or not: for a session that moves.
+    pub(crate) fn take(self: &Arc<Self>, model: &ModelName, replica: &Arc<ReplicaView>) -> Place {
+        self.change(|queue, _, _| queue.taken(&replica.key));
+        let accepting_since = Instant::now();
+        Place { gate: self.clone(), model: model.clone(), replica: replica.clone(), accepting_since }
+    }
+
     /// The cluster changed.
     pub(crate) fn told(&self, model: &ModelName, standing: Option<Standing>) {
         self.change(|queue, now, out| queue.told(model, standing, now, &mut dice, out));

@@ -286,6 +286,11 @@ impl<W> Queue<W> {
         }
     }
 
+    /// A session goes to a replica that was not picked here; its end must be told with [`Queue::freed`].
+    pub(crate) fn taken(&mut self, replica: &ReplicaKey) {
+        self.loads.entry(replica.clone()).or_default().sessions += 1;
+    }
+
     /// A session ended.
     pub(crate) fn freed(
         &mut self,

@@ -1,16 +1,19 @@
 //! Bodies: the request's, read up to its bound, and the answer's, which keeps its lease until the last byte has left.
 
 use std::pin::Pin;
-use std::task::{Context, Poll};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use axum::body::Body;
-use axum::http::{HeaderMap, header};
+use axum::http::{HeaderMap, HeaderValue, header};
 use bytes::{Buf as _, Bytes};
 use http_body::{Frame, SizeHint};
 use http_body_util::{BodyExt as _, LengthLimitError, Limited};
 use tokio::sync::mpsc;
 
+use super::headers::MIGRATIONS;
 use crate::openai::{ApiError, Code};
 
 /// The largest request.
@@ -50,7 +53,9 @@ pub(crate) struct LeasedBody<L> {
 
 enum Content {
     Whole(Bytes),
-    Stream(mpsc::Receiver<Bytes>),
+    /// With what its trailer tells: the moves of its sessions.
+    Stream(mpsc::Receiver<Bytes>, Arc<AtomicU32>),
+    Ended,
 }
 
 impl<L> LeasedBody<L> {
@@ -58,8 +63,8 @@ impl<L> LeasedBody<L> {
         LeasedBody { content: Content::Whole(bytes), _lease: lease }
     }
 
-    pub(crate) fn stream(pieces: mpsc::Receiver<Bytes>, lease: L) -> Self {
-        LeasedBody { content: Content::Stream(pieces), _lease: lease }
+    pub(crate) fn stream(pieces: mpsc::Receiver<Bytes>, moves: Arc<AtomicU32>, lease: L) -> Self {
+        LeasedBody { content: Content::Stream(pieces, moves), _lease: lease }
     }
 }
 
@@ -75,10 +80,15 @@ impl<L: Unpin> http_body::Body for LeasedBody<L> {
             Content::Whole(bytes) if bytes.has_remaining() => {
                 Poll::Ready(Some(Ok(Frame::data(std::mem::take(bytes)))))
             }
-            Content::Whole(_) => Poll::Ready(None),
-            Content::Stream(pieces) => {
-                pieces.poll_recv(cx).map(|piece| piece.map(|bytes| Ok(Frame::data(bytes))))
-            }
+            Content::Whole(_) | Content::Ended => Poll::Ready(None),
+            Content::Stream(pieces, moves) => match ready!(pieces.poll_recv(cx)) {
+                Some(bytes) => Poll::Ready(Some(Ok(Frame::data(bytes)))),
+                None => {
+                    let moves = HeaderValue::from(moves.load(Ordering::Relaxed));
+                    self.content = Content::Ended;
+                    Poll::Ready(Some(Ok(Frame::trailers(HeaderMap::from_iter([(MIGRATIONS, moves)])))))
+                }
+            },
         }
     }
 
@@ -89,7 +99,8 @@ impl<L: Unpin> http_body::Body for LeasedBody<L> {
     fn size_hint(&self) -> SizeHint {
         match &self.content {
             Content::Whole(bytes) => SizeHint::with_exact(bytes.len() as u64),
-            Content::Stream(_) => SizeHint::default(),
+            Content::Stream(..) => SizeHint::default(),
+            Content::Ended => SizeHint::with_exact(0),
         }
     }
 }

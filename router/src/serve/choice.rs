@@ -1,18 +1,20 @@
 //! One choice of an answer: a session, from its place in the line to its last event.
 //!
 //! ```text
-//!   enter ─► place ─► open ─► accepted ─► token … ─► done
-//!     ▲                │          │          └────► failed after the first token: an error, for a new try would
-//!     └── again ◄──────┴──────────┘                 say it twice (replay will go on from the log instead)
+//!   enter ─► place ─► open ─► accepted ─► a session: token …, moves, recoveries ─► done
+//!     ▲                │          │
+//!     └── again ◄──────┴──────────┘
 //! ```
 //!
 //! What happens before an agent took the session costs nothing and is tried again for as long as the request may
-//! be held: an agent that is away, restarts, or does not know its order yet. What happens between that and the first
-//! token is tried again a bounded number of times, elsewhere if there is an elsewhere.
+//! be held: an agent that is away, restarts, or does not know its order yet; a loss that is said is tried again a
+//! bounded number of times. From `accepted` on a loss is recovered by replay: see [`session`](super::session).
 
 use std::time::Duration;
 
-use pilotlight_domain::session::{FailureCode, FinishReason, Logprobs, Retry, SessionSpec, Usage};
+use pilotlight_domain::session::{
+    FailureCode, FinishReason, Logprobs, Retry, SessionEvent, SessionSpec, Usage,
+};
 use pilotlight_domain::{SessionId, Tier};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout_at};
@@ -20,11 +22,13 @@ use tokio_util::sync::CancellationToken;
 
 use super::Job;
 use super::headers::{Cold, Served};
+use super::session::{Begin, Session};
 use crate::demand;
 use crate::hold::{Entry, Place, Refusal};
 use crate::openai::{ApiError, Code, Dropped};
+use crate::sessions::{Ask, Entry as Told, State};
 use crate::stopwatch::Stopwatch;
-use crate::upstream::{OpenError, SessionLog, Step};
+use crate::upstream::OpenError;
 
 /// What a session gets at least, once it is opened at a replica that loads.
 const LAST_TRY: Duration = Duration::from_secs(1);
@@ -46,7 +50,7 @@ pub(super) enum What {
 }
 
 /// How a try ended.
-enum Outcome {
+pub(super) enum Outcome {
     Ended,
     Fatal(ApiError),
     /// Once more, with what to say if that is not possible.
@@ -60,10 +64,13 @@ enum Outcome {
 
 /// One choice.
 pub(super) struct Choice<'a> {
-    job: &'a Job,
+    pub(super) job: &'a Job,
     index: usize,
     watch: Stopwatch,
     session: demand::Session,
+    /// What people are told.
+    pub(super) entry: Told,
+    pub(super) asks: mpsc::Receiver<Ask>,
     out: mpsc::Sender<Said>,
 }
 
@@ -75,8 +82,10 @@ pub(super) async fn run(job: &Job, index: usize, admitted: &CancellationToken, o
     }
     let session = job.cx.demand.session(&job.model.name);
     let watch = Stopwatch::new(job.arrived);
-    let mut choice = Choice { job, index, watch, session, out };
+    let (entry, asks) = job.cx.sessions.begin(job.session_id(index), &job.request.model, &job.model.name);
+    let mut choice = Choice { job, index, watch, session, entry, asks, out };
     if let Err(error) = choice.run(admitted).await {
+        choice.entry.is(State::Failed);
         let _client_gone = choice.say(None, What::Failed(error)).await;
     }
 }
@@ -105,9 +114,10 @@ impl Choice<'_> {
             let place = ticket.place().await;
             let waited = job.arrived.elapsed();
             job.cx.metrics.held(waited, if place.is_ok() { "released" } else { "refused" });
-            let place = place.map_err(|refusal| self.refused(refusal))?;
+            let place = place.map_err(|refusal| job.refused(refusal))?;
             admitted.cancel();
-            match self.attempt(&place).await {
+            let (key, replica) = (place.replica.key.0.clone(), place.replica.key.clone());
+            match self.attempt(place).await {
                 Outcome::Ended | Outcome::Deserted => return Ok(()),
                 Outcome::Fatal(error) => return Err(error),
                 Outcome::Again { why, counted } => {
@@ -117,16 +127,16 @@ impl Choice<'_> {
                         return Err(why);
                     }
                     job.cx.metrics.retries.inc();
-                    tracing::debug!(request = %job.id, replica = place.replica.key.0, why = %why.message, "session tried again");
-                    entry.avoid = Some(place.replica.key.clone());
+                    tracing::debug!(request = %job.id, replica = key, why = %why.message, "session tried again");
+                    entry.avoid = Some(replica);
                     entry.note = Some(why.message);
                 }
             }
         }
     }
 
-    /// One session at one replica.
-    async fn attempt(&mut self, place: &Place) -> Outcome {
+    /// One session at one replica: up to `accepted` here, and then to its end.
+    async fn attempt(&mut self, place: Place) -> Outcome {
         let job = self.job;
         let now = Instant::now();
         let wake_sent = job.cx.demand.wake_sent(&job.model.name);
@@ -135,61 +145,48 @@ impl Choice<'_> {
             job.cx.metrics.overhead(now.saturating_duration_since(job.arrived));
         }
         let held_until = self.held_until(now);
-        let opening = job.cx.agents.open(&place.replica.endpoint, job.spec(self.index));
+        let spec = job.spec(self.index);
+        let opening = job.cx.agents.open(&place.replica.endpoint, spec);
         let mut events = match timeout_at(held_until, opening).await {
             Ok(Ok(events)) => events,
-            Ok(Err(error)) => return self.not_opened(place, error),
+            Ok(Err(error)) => return self.not_opened(&place, error),
             Err(_late) => return Outcome::Fatal(job.hold_expired(self.watch.cold, None)),
         };
-        let mut log = SessionLog::default();
-        let mut served = None;
-        // Until it is accepted it is still held; then the request's own time begins.
-        let (mut until, mut accepted, mut deadline) = (held_until, false, held_until);
-        loop {
-            let event = match timeout_at(until, events.next()).await {
-                Ok(Ok(event)) => event,
-                Err(_late) if !accepted => return Outcome::Fatal(job.hold_expired(self.watch.cold, None)),
-                Err(_late) => return Outcome::Fatal(job.timed_out(&log)),
-                Ok(Err(error)) => {
-                    place.unreachable();
-                    return broken(&log, accepted, &error.to_string());
-                }
-            };
-            match log.on(event) {
-                Step::Accepted { device, waited, from } => {
-                    let now = Instant::now();
-                    place.reached();
-                    self.session.taken(true);
-                    self.watch.accepted(now, waited);
-                    accepted = true;
-                    deadline = now + job.model.request_timeout;
-                    until = job.model.first_token_timeout.map_or(deadline, |t| deadline.min(now + t));
-                    served = Some(Box::new(Served { device, from, queued: self.watch.queued(), cold: None }));
-                }
-                Step::Forward { text, logprobs } => {
-                    until = deadline;
-                    let first = served.take().map(|served| self.first_token(served, place));
-                    if self.say(first, What::Token { text, logprobs }).await.is_err() {
-                        return Outcome::Deserted;
-                    }
-                }
-                Step::Dropped => job.cx.metrics.tokens_dropped.inc(),
-                Step::Moved => {}
-                Step::Done { reason, usage } => {
-                    let first = served.take().map(|served| self.first_token(served, place));
-                    let said = self.say(first, What::Done { reason, usage }).await;
-                    job.cx.tasks.spawn(events.finish());
-                    return if said.is_ok() { Outcome::Ended } else { Outcome::Deserted };
-                }
-                Step::Failed { code, message, retry } => {
-                    return self.failed(place, &log, code, message, retry);
-                }
-                Step::Broken(what) => {
-                    place.unreachable();
-                    return broken(&log, true, what);
-                }
+        let (why, nonsense) = match timeout_at(held_until, events.next()).await {
+            Err(_late) => return Outcome::Fatal(job.hold_expired(self.watch.cold, None)),
+            Ok(Ok(SessionEvent::Accepted { prompt_ids, device, numerics, waited, from })) => {
+                let now = Instant::now();
+                place.reached();
+                self.session.taken(true);
+                self.watch.accepted(now, waited);
+                // It is held no more: the request's own time begins.
+                let deadline = now + job.model.request_timeout;
+                let until = job.model.first_token_timeout.map_or(deadline, |t| deadline.min(now + t));
+                let queued = self.watch.queued();
+                let served = Box::new(Served { device: device.clone(), from, queued, cold: None });
+                let (spec, opened) = (job.spec(self.index), (place, events));
+                let begin = Begin { spec, opened, prompt_ids, device, numerics, served, until, deadline };
+                return Session::new(self, begin).run().await;
             }
-        }
+            Ok(Ok(SessionEvent::Failed { code, message, retry })) => {
+                return self.failed(&place, code, message, retry);
+            }
+            Ok(Ok(_)) => ("events before `accepted`".to_owned(), true),
+            Ok(Err(error)) => (error.to_string(), error.is_nonsense()),
+        };
+        place.unreachable();
+        let why = ApiError::new(Code::UpstreamFailed, format!("the session was lost: {why}"));
+        Outcome::Again { why, counted: nonsense }
+    }
+
+    /// A worker has the session, or lost it.
+    pub(super) fn taken(&mut self, taken: bool) {
+        self.session.taken(taken);
+    }
+
+    /// For the answer's trailer.
+    pub(super) fn count_move(&self) {
+        self.job.moves.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
     }
 
     /// How long a session that is opened `now` may wait at its agent. A load counts from the arrival, as in the line;
@@ -207,56 +204,24 @@ impl Choice<'_> {
     }
 
     /// The first token is here: what the headers say, and what is counted.
-    fn first_token(&self, mut served: Box<Served>, place: &Place) -> Box<Served> {
+    pub(super) fn first_token(&self, mut served: Box<Served>, accepting_since: Instant) -> Box<Served> {
         if self.watch.cold {
             let phases = self.watch.phases(Instant::now());
             let path = served.from.map_or("unknown", Tier::as_str);
             served.cold = Some(Cold { path, phases });
             if self.index == 0 {
-                self.job.cold_start_ended(place, path, &phases);
+                self.job.cold_start_ended(accepting_since, path, &phases);
             }
         }
         served
     }
 
-    async fn say(&self, served: Option<Box<Served>>, what: What) -> Result<(), mpsc::error::SendError<Said>> {
+    pub(super) async fn say(
+        &self,
+        served: Option<Box<Served>>,
+        what: What,
+    ) -> Result<(), mpsc::error::SendError<Said>> {
         self.out.send(Said { choice: self.index, served, what }).await
-    }
-
-    /// The queue gave no place.
-    fn refused(&self, refusal: Refusal) -> ApiError {
-        let job = self.job;
-        let name = &job.request.model;
-        let (code, dropped, message) = match refusal {
-            Refusal::Full { held } => {
-                (Code::QueueFull, Dropped::QueueFull, format!("{held} requests wait for `{name}` already"))
-            }
-            Refusal::Bytes => {
-                let message =
-                    "the requests that wait take all the memory that is meant for them; send it again later";
-                (Code::QueueFull, Dropped::QueueBytes, message.into())
-            }
-            Refusal::Expired { cold, note } => return job.hold_expired(cold, note),
-            Refusal::Rejected => {
-                job.cx.demand.knock(&job.model.name);
-                let message =
-                    format!("`{name}` is not ready and this request may not wait; it is being woken");
-                (Code::NoCapacity, Dropped::Rejected, message)
-            }
-            Refusal::Failed(why) => {
-                // The operator may try again; whoever asks next may be lucky.
-                job.cx.demand.knock(&job.model.name);
-                (Code::NoCapacity, Dropped::NoCapacity, format!("`{name}` cannot be loaded: {why}"))
-            }
-            Refusal::Suspended => {
-                (Code::Suspended, Dropped::Suspended, format!("`{name}` is suspended by its spec"))
-            }
-            Refusal::Gone => return ApiError::unknown_model(name),
-            Refusal::Draining => {
-                (Code::Draining, Dropped::Draining, "this router is shutting down; send it again".into())
-            }
-        };
-        job.unavailable(code, message).dropped(dropped)
     }
 
     /// A session could not be opened: nothing has happened yet.
@@ -264,7 +229,7 @@ impl Choice<'_> {
         match error {
             OpenError::Failed { status, code, message, retry } => {
                 tracing::debug!(request = %self.job.id, %status, ?code, message, "agent refused a session");
-                self.failed(place, &SessionLog::default(), code, message, retry)
+                self.failed(place, code, message, retry)
             }
             OpenError::Unreachable { .. } => {
                 place.unreachable();
@@ -277,43 +242,18 @@ impl Choice<'_> {
         }
     }
 
-    /// The agent said that the session failed.
-    fn failed(
-        &self,
-        place: &Place,
-        log: &SessionLog,
-        code: FailureCode,
-        message: String,
-        retry: Retry,
-    ) -> Outcome {
-        let job = self.job;
-        match code {
-            FailureCode::ContextLengthExceeded => {
-                let error = ApiError::new(Code::ContextLengthExceeded, message);
-                return Outcome::Fatal(ApiError { param: Some(job.request.prompt_param().into()), ..error });
-            }
-            FailureCode::BadRequest => return Outcome::Fatal(ApiError::new(Code::BadRequest, message)),
-            _ if log.has_begun() => return Outcome::Fatal(ApiError::new(Code::UpstreamFailed, message)),
-            _ => {}
-        }
-        let why = match code {
-            FailureCode::LoadFailed => job
-                .unavailable(Code::NoCapacity, format!("`{}` cannot be loaded: {message}", job.request.model))
-                .dropped(Dropped::NoCapacity),
-            FailureCode::NoCapacity => {
-                job.unavailable(Code::NoCapacity, message).dropped(Dropped::NoCapacity)
-            }
-            FailureCode::Draining => job.unavailable(Code::Draining, message).dropped(Dropped::Draining),
-            _ => ApiError::new(Code::UpstreamFailed, message),
-        };
+    /// The agent said that the session failed, before a worker took it.
+    fn failed(&self, place: &Place, code: FailureCode, message: String, retry: Retry) -> Outcome {
+        let why = self.job.failure(code, message);
         match (code, retry) {
+            (FailureCode::ContextLengthExceeded | FailureCode::BadRequest, _) => Outcome::Fatal(why),
             // The order is not there yet, or not any more: the cluster will tell.
             (FailureCode::UnknownModel | FailureCode::Draining, _) => {
                 place.unreachable();
                 Outcome::Again { why, counted: false }
             }
             (_, Retry::No) => Outcome::Fatal(why),
-            (FailureCode::LoadFailed, Retry::Elsewhere) if !job.has_other_replica(place) => {
+            (FailureCode::LoadFailed, Retry::Elsewhere) if !self.job.has_other_replica(place) => {
                 Outcome::Fatal(why)
             }
             (FailureCode::WorkerLost, Retry::Elsewhere) => Outcome::Again { why, counted: true },
@@ -325,28 +265,85 @@ impl Choice<'_> {
     }
 }
 
-/// The stream broke.
-fn broken(log: &SessionLog, accepted: bool, why: &str) -> Outcome {
-    let why = ApiError::new(Code::UpstreamFailed, format!("the session was lost: {why}"));
-    if log.has_begun() { Outcome::Fatal(why) } else { Outcome::Again { why, counted: accepted } }
-}
-
 impl Job {
+    fn session_id(&self, index: usize) -> SessionId {
+        match index {
+            0 => self.id.clone(),
+            n => format!("{}.{n}", self.id).parse().unwrap_or_else(|_| -> SessionId { self.id.clone() }),
+        }
+    }
+
     /// The session of one choice.
     fn spec(&self, index: usize) -> SessionSpec {
         let (input, sampling) = self.request.choice(index);
-        let id = match index {
-            0 => self.id.clone(),
-            n => format!("{}.{n}", self.id).parse().unwrap_or_else(|_| -> SessionId { self.id.clone() }),
-        };
         SessionSpec {
-            id,
+            id: self.session_id(index),
             model: self.model.name.clone(),
             epoch: 0,
             input: input.clone(),
             generated: Vec::new(),
             sampling,
             hold: false,
+        }
+    }
+
+    /// The queue gave no place.
+    pub(super) fn refused(&self, refusal: Refusal) -> ApiError {
+        let name = &self.request.model;
+        let (code, dropped, message) = match refusal {
+            Refusal::Full { held } => {
+                (Code::QueueFull, Dropped::QueueFull, format!("{held} requests wait for `{name}` already"))
+            }
+            Refusal::Bytes => {
+                let message =
+                    "the requests that wait take all the memory that is meant for them; send it again later";
+                (Code::QueueFull, Dropped::QueueBytes, message.into())
+            }
+            Refusal::Expired { cold, note } => return self.hold_expired(cold, note),
+            Refusal::Rejected => {
+                self.cx.demand.knock(&self.model.name);
+                let message =
+                    format!("`{name}` is not ready and this request may not wait; it is being woken");
+                (Code::NoCapacity, Dropped::Rejected, message)
+            }
+            Refusal::Failed(why) => {
+                // The operator may try again; whoever asks next may be lucky.
+                self.cx.demand.knock(&self.model.name);
+                (Code::NoCapacity, Dropped::NoCapacity, format!("`{name}` cannot be loaded: {why}"))
+            }
+            Refusal::Suspended => {
+                (Code::Suspended, Dropped::Suspended, format!("`{name}` is suspended by its spec"))
+            }
+            Refusal::Gone => return ApiError::unknown_model(name),
+            Refusal::Draining => {
+                (Code::Draining, Dropped::Draining, "this router is shutting down; send it again".into())
+            }
+        };
+        self.unavailable(code, message).dropped(dropped)
+    }
+
+    /// There is no place for a session that was lost.
+    pub(super) fn lost_for_good(&self, refusal: Refusal) -> ApiError {
+        let why = self.refused(refusal).message;
+        ApiError::new(Code::UpstreamFailed, format!("the session was lost, and nobody takes it over: {why}"))
+    }
+
+    /// What the client is told of a session that failed.
+    pub(super) fn failure(&self, code: FailureCode, message: String) -> ApiError {
+        let unavailable = |code, message| self.unavailable(code, message);
+        match code {
+            FailureCode::ContextLengthExceeded => {
+                let error = ApiError::new(Code::ContextLengthExceeded, message);
+                ApiError { param: Some(self.request.prompt_param().into()), ..error }
+            }
+            FailureCode::BadRequest => ApiError::new(Code::BadRequest, message),
+            FailureCode::LoadFailed => {
+                let message = format!("`{}` cannot be loaded: {message}", self.request.model);
+                unavailable(Code::NoCapacity, message).dropped(Dropped::NoCapacity)
+            }
+            FailureCode::NoCapacity => unavailable(Code::NoCapacity, message).dropped(Dropped::NoCapacity),
+            FailureCode::Draining => unavailable(Code::Draining, message).dropped(Dropped::Draining),
+            _ => ApiError::new(Code::UpstreamFailed, message),
         }
     }
 
@@ -364,8 +361,8 @@ impl Job {
         self.unavailable(Code::HoldExpired, message).dropped(Dropped::HoldExpired)
     }
 
-    fn timed_out(&self, log: &SessionLog) -> ApiError {
-        let what = if log.has_begun() { "the answer" } else { "the first token" };
+    pub(super) fn timed_out(&self, has_begun: bool) -> ApiError {
+        let what = if has_begun { "the answer" } else { "the first token" };
         ApiError::new(Code::Timeout, format!("{what} took longer than the model's time-out"))
     }
 

@@ -11,6 +11,7 @@ pub(crate) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id"
 const MAX_WAIT_MS: HeaderName = HeaderName::from_static("x-pilotlight-max-wait-ms");
 const COLD_START: HeaderName = HeaderName::from_static("x-pilotlight-cold-start");
 const SERVED_BY: HeaderName = HeaderName::from_static("x-pilotlight-served-by");
+pub(crate) const MIGRATIONS: HeaderName = HeaderName::from_static("x-pilotlight-migrations");
 const QUEUE_MS: HeaderName = HeaderName::from_static("x-pilotlight-queue-ms");
 
 /// Further choices add `.127` at most.

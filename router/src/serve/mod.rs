@@ -3,15 +3,16 @@
 //! A task of its own drives the answer; the HTTP side waits for its head and then reads its body. Either side learns
 //! at once that the other is gone: a client that leaves drops the body, which ends the task, which closes the
 //! sessions.
-//!
-//! It deliberately does **not** replay yet: a session that is lost after its first token ends in an error event.
 
 mod body;
 mod choice;
 mod client;
 mod headers;
+mod leg;
+mod session;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use axum::body::Body;
 use axum::extract::Request as HttpRequest;
@@ -32,7 +33,6 @@ use self::headers::Wishes;
 pub(crate) use self::headers::{REQUEST_ID, request_id};
 use crate::context::{Context, InFlight};
 use crate::demand;
-use crate::hold::Place;
 use crate::openai::response::Envelope;
 use crate::openai::{ApiError, Code, Dropped, Request, Task, read};
 use crate::registry::ModelView;
@@ -53,6 +53,8 @@ pub(crate) struct Job {
     arrived_at: Timestamp,
     /// Of the body.
     bytes: u64,
+    /// Of all its sessions.
+    moves: Arc<AtomicU32>,
 }
 
 /// What an answer keeps until its last byte has left.
@@ -76,7 +78,9 @@ pub(crate) async fn answer(cx: Arc<Context>, task: Task, request: HttpRequest) -
         Ok((wishes, bytes, request)) => match resolve(&cx, &request).await {
             Ok(model) => {
                 let arrived_at = cx.clock.now();
-                let job = Job { cx, id: id.clone(), request, model, wishes, arrived, arrived_at, bytes };
+                let moves = Arc::default();
+                let job =
+                    Job { cx, id: id.clone(), request, model, wishes, arrived, arrived_at, bytes, moves };
                 serve(job).await
             }
             Err(error) => refuse(&cx, task, error),
@@ -128,12 +132,12 @@ fn refuse(cx: &Context, task: Task, error: ApiError) -> Response<Body> {
 async fn serve(job: Job) -> Response<Body> {
     let cx = job.cx.clone();
     let lease = Arc::new(Lease { _body: cx.demand.body(&job.model.name), _inflight: cx.in_flight() });
-    let stream = job.request.stream;
+    let (stream, moves) = (job.request.stream, job.moves.clone());
     let (reply, answer) = oneshot::channel();
     cx.tasks.spawn(drive(job, reply, lease.clone()));
     let (head, body) = match answer.await {
         Ok(Answer::Whole(head, bytes)) => (head, LeasedBody::whole(Bytes::from(bytes), lease)),
-        Ok(Answer::Stream(head, pieces)) => (head, LeasedBody::stream(pieces, lease)),
+        Ok(Answer::Stream(head, pieces)) => (head, LeasedBody::stream(pieces, moves.clone(), lease)),
         Ok(Answer::Refused(error)) => return error.into_response(),
         // The process is being torn down.
         Err(_) => return ApiError::new(Code::Draining, "this router is shutting down").into_response(),
@@ -145,7 +149,9 @@ async fn serve(job: Job) -> Response<Body> {
         headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
         // Proxies that gather small pieces would hide the stream.
         headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
+        headers.insert(header::TRAILER, HeaderValue::from_static("x-pilotlight-migrations"));
     } else {
+        headers.insert(headers::MIGRATIONS, HeaderValue::from(moves.load(Ordering::Relaxed)));
         headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
     }
     if let Some(served) = head {
@@ -217,7 +223,7 @@ impl Job {
         self.model.estimate.map(|estimate| (estimate - self.arrived.elapsed().as_secs_f64()).max(0.0))
     }
 
-    fn cold_start_ended(&self, place: &Place, path: &str, phases: &Phases) {
+    fn cold_start_ended(&self, accepting_since: Instant, path: &str, phases: &Phases) {
         self.cx.metrics.cold_start(&self.model.name, path, phases, self.model.estimate);
         let report = ColdStartReport {
             started_at: pilotlight_kit::clock::rfc3339(self.arrived_at),
@@ -226,6 +232,6 @@ impl Job {
             estimate_seconds: self.model.estimate.unwrap_or(0.0),
             phases: *phases,
         };
-        self.cx.demand.cold_start(&self.model.name, place.accepting_since, report);
+        self.cx.demand.cold_start(&self.model.name, accepting_since, report);
     }
 }

@@ -10,7 +10,8 @@ use hyper::body::Incoming;
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
-use pilotlight_domain::session::{FailureCode, Retry, SessionEvent, SessionSpec};
+use pilotlight_domain::SessionId;
+use pilotlight_domain::session::{FailureCode, Retry, SessionCommand, SessionEvent, SessionSpec};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -57,6 +58,13 @@ pub(crate) enum StreamError {
     Ended,
 }
 
+impl StreamError {
+    /// The other side is not what we think; a new try will not change that.
+    pub(crate) fn is_nonsense(&self) -> bool {
+        matches!(self, StreamError::TooLong(_) | StreamError::NoEvent(_))
+    }
+}
+
 impl Agents {
     pub(crate) fn new() -> Self {
         let mut connector = HttpConnector::new();
@@ -94,6 +102,32 @@ impl Agents {
                 Err(OpenError::Strange { url, status, message })
             }
         }
+    }
+
+    /// Tells an open session something. Dropping it half-way may or may not have told it.
+    pub(crate) async fn command(
+        &self,
+        endpoint: &str,
+        id: &SessionId,
+        epoch: u32,
+        command: &SessionCommand,
+    ) -> Result<(), PostError> {
+        let url = format!("{}/v1/sessions/{id}/command?epoch={epoch}", endpoint.trim_end_matches('/'));
+        self.tell(&url, command).await
+    }
+
+    /// Posts JSON, and reads nothing but whether it was taken.
+    pub(crate) async fn tell<T: Serialize>(&self, url: &str, what: &T) -> Result<(), PostError> {
+        let body = serde_json::to_vec(what).map_err(|e| PostError(e.to_string()))?;
+        let response = self.send(url, body).await.map_err(PostError)?;
+        let status = response.status();
+        let answer = read_all(response.into_body()).await.map_err(PostError)?;
+        if status.is_success() {
+            return Ok(());
+        }
+        let json: serde_json::Value = serde_json::from_slice(&answer).unwrap_or_default();
+        let message = json["error"]["message"].as_str().or_else(|| json["message"].as_str());
+        Err(PostError(message.map_or_else(|| format!("{url} answered {status}"), str::to_owned)))
     }
 
     /// Posts JSON and reads JSON.

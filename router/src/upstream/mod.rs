@@ -5,7 +5,5 @@
 
 mod agents;
 mod lines;
-mod log;
 
-pub(crate) use agents::{Agents, OpenError};
-pub(crate) use log::{SessionLog, Step};
+pub(crate) use agents::{Agents, Events, OpenError, PostError};

@@ -127,7 +127,6 @@ async fn an_agent_that_talks_nonsense_is_a_502() {
     let (answer, ()) = tokio::join!(world.chat("m", json!({})), async {
         for _ in 0..3 {
             let session = agent.next().await;
-            session.accept(Phases::default()).await;
             session.raw("{\"event\":\"nonsense\"}\n").await;
         }
     });

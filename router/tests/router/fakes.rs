@@ -1,17 +1,18 @@
 //! Scripted doubles of the router's neighbours: an agent whose sessions a test plays by hand, an operator that
 //! remembers what it was told.
 
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
 use axum::Json;
 use axum::body::Body;
-use axum::extract::State;
+use axum::extract::{Path, Query, State};
 use axum::http::{Response, StatusCode};
 use axum::routing::post;
 use bytes::Bytes;
 use pilotlight_api::demand::{DemandAnswer, DemandReport, ModelDemand, Refused};
 use pilotlight_domain::session::{
-    FailureCode, FinishReason, Logprobs, Retry, SessionEvent, SessionSpec, Usage,
+    FailureCode, FinishReason, Logprobs, Retry, SessionCommand, SessionEvent, SessionSpec, Usage,
 };
 use pilotlight_domain::{ModelName, Phases};
 use pilotlight_kit::Stop;
@@ -34,10 +35,21 @@ type Opened = oneshot::Sender<(StatusCode, Body)>;
 pub(crate) struct FakeAgent {
     pub(crate) url: String,
     sessions: Arc<AsyncMutex<mpsc::Receiver<(SessionSpec, Opened)>>>,
+    commands: Arc<AsyncMutex<mpsc::Receiver<(String, SessionCommand)>>>,
 }
 
 impl FakeAgent {
     pub(crate) async fn start() -> Self {
+        let (told, commands) = mpsc::channel(64);
+        let command = async |State(told): State<mpsc::Sender<(String, SessionCommand)>>,
+                             Path(id): Path<String>,
+                             Query(query): Query<HashMap<String, u32>>,
+                             Json(command): Json<SessionCommand>| {
+            told.send((format!("{id} {}", query["epoch"]), command)).await.unwrap();
+            StatusCode::ACCEPTED
+        };
+        let commands_at =
+            axum::Router::new().route("/v1/sessions/{id}/command", post(command)).with_state(told);
         let (send, sessions) = mpsc::channel::<(SessionSpec, Opened)>(512);
         let open = async |State(send): State<mpsc::Sender<(SessionSpec, Opened)>>,
                           Json(spec): Json<SessionSpec>| {
@@ -48,8 +60,15 @@ impl FakeAgent {
             *response.status_mut() = status;
             response
         };
-        let url = serve(axum::Router::new().route("/v1/sessions", post(open)).with_state(send)).await;
-        FakeAgent { url, sessions: Arc::new(AsyncMutex::new(sessions)) }
+        let app = axum::Router::new().route("/v1/sessions", post(open)).with_state(send);
+        let url = serve(app.merge(commands_at)).await;
+        let (sessions, commands) = (Arc::new(AsyncMutex::new(sessions)), Arc::new(AsyncMutex::new(commands)));
+        FakeAgent { url, sessions, commands }
+    }
+
+    /// The next command: `id epoch-of-the-opening`, and what.
+    pub(crate) async fn command(&self) -> (String, SessionCommand) {
+        within(async { self.commands.lock().await.recv().await }).await.expect("the agent lives")
     }
 
     /// The next session, opened.
@@ -58,7 +77,7 @@ impl FakeAgent {
         let (lines, body) = mpsc::channel(1024);
         let stream = tokio_stream::wrappers::ReceiverStream::new(body);
         let _router_gone = opened.send((StatusCode::OK, Body::from_stream(stream)));
-        FakeSession { spec, lines, index: 0 }
+        FakeSession::new(spec, lines)
     }
 
     /// Refuses the next session.
@@ -94,7 +113,7 @@ impl FakeAgent {
                 let (lines, body) = mpsc::channel(1024);
                 let stream = tokio_stream::wrappers::ReceiverStream::new(body);
                 let _router_gone = opened.send((StatusCode::OK, Body::from_stream(stream)));
-                FakeSession { spec, lines, index: 0 }.play(texts).await;
+                FakeSession::new(spec, lines).play(texts).await;
             }
         });
     }
@@ -104,10 +123,22 @@ impl FakeAgent {
 pub(crate) struct FakeSession {
     pub(crate) spec: SessionSpec,
     lines: mpsc::Sender<Result<Bytes, std::io::Error>>,
+    pub(crate) epoch: u32,
     index: u32,
 }
 
 impl FakeSession {
+    fn new(spec: SessionSpec, lines: mpsc::Sender<Result<Bytes, std::io::Error>>) -> Self {
+        let (epoch, index) = (spec.epoch, u32::try_from(spec.generated.len()).unwrap());
+        FakeSession { spec, lines, epoch, index }
+    }
+
+    /// It is released: it goes on in this epoch, after that many tokens.
+    pub(crate) async fn released(&mut self, epoch: u32, index: u32) {
+        (self.epoch, self.index) = (epoch, index);
+        self.say(&SessionEvent::Moved { to: "cpu".into(), epoch, next_index: index }).await;
+    }
+
     pub(crate) async fn say(&self, event: &SessionEvent) {
         self.raw(format!("{}\n", serde_json::to_string(event).unwrap())).await;
     }
@@ -129,8 +160,14 @@ impl FakeSession {
     }
 
     pub(crate) async fn token_at(&self, index: u32, text: &str, logprobs: Option<Logprobs>) {
-        self.say(&SessionEvent::Token { epoch: 0, index, id: 100 + index, text: text.into(), logprobs })
-            .await;
+        self.say(&SessionEvent::Token {
+            epoch: self.epoch,
+            index,
+            id: 100 + index,
+            text: text.into(),
+            logprobs,
+        })
+        .await;
     }
 
     pub(crate) async fn token(&mut self, text: &str) {

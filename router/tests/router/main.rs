@@ -5,5 +5,6 @@
 mod cold;
 mod errors;
 mod fakes;
+mod replay;
 mod support;
 mod warm;

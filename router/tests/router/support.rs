@@ -121,7 +121,7 @@ impl World {
         let listener = pilotlight_kit::http::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
         let stop = Stop::new();
-        let app = router.routes().fallback(pilotlight_router::not_found);
+        let app = router.routes().merge(router.session_routes()).fallback(pilotlight_router::not_found);
         tokio::spawn(pilotlight_kit::http::serve(listener, app, stop.clone(), Duration::from_secs(10)));
         let running = tokio::spawn({
             let (router, stop) = (router.clone(), stop.clone());
@@ -151,6 +151,27 @@ impl World {
         let mut model: Model = self.store.get("default", name).await.unwrap();
         model.status = Some(serde_json::from_value(status).unwrap());
         self.store.apply_status(&model).await.unwrap();
+    }
+
+    /// A node that is there.
+    pub(crate) async fn node(&self, name: &str, spec: Value) {
+        let node: pilotlight_api::ModelNode = serde_json::from_value(json!({
+            "apiVersion": "pilotlight.dev/v1alpha1", "kind": "ModelNode",
+            "metadata": {"name": name}, "spec": spec,
+        }))
+        .unwrap();
+        self.store.apply(&node).await.unwrap();
+    }
+
+    /// Says of a node that its agent is not heard of.
+    pub(crate) async fn node_lost(&self, name: &str) {
+        let mut node: pilotlight_api::ModelNode = self.store.get("", name).await.unwrap();
+        node.status = Some(
+            serde_json::from_value(json!({"conditions": [{"type": "Ready", "status": "Unknown",
+            "reason": "AgentLost", "message": "", "lastTransitionTime": "2026-01-01T00:00:00Z"}]}))
+            .unwrap(),
+        );
+        self.store.apply_status(&node).await.unwrap();
     }
 
     pub(crate) async fn delete_model(&self, name: &str) {
@@ -205,7 +226,7 @@ impl World {
         Answer { status: parts.status, headers: parts.headers, body }
     }
 
-    async fn open(
+    pub(crate) async fn open(
         &self,
         method: Method,
         path: &str,
