@@ -88,6 +88,8 @@ pub(crate) struct Said {
     pub(crate) prompt: Option<Vec<TokenId>>,
     /// Index, id and text of each token.
     pub(crate) tokens: Vec<(u32, TokenId, String)>,
+    /// `prepared`, `frozen`, `moved`.
+    pub(crate) moves: Vec<SessionEvent>,
     pub(crate) last: Option<SessionEvent>,
 }
 
@@ -107,6 +109,12 @@ impl Said {
                 let expected = self.tokens.last().map_or(index, |token| token.0 + 1);
                 assert_eq!(index, expected, "{self:?}");
                 self.tokens.push((index, id, text));
+            }
+            step @ (SessionEvent::Prepared { .. }
+            | SessionEvent::Frozen { .. }
+            | SessionEvent::Moved { .. }) => {
+                assert!(self.prompt.is_some(), "a move before it was accepted");
+                self.moves.push(step);
             }
             last => {
                 assert!(last.is_last(), "{last:?}");

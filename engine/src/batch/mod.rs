@@ -6,6 +6,7 @@
 //!                                              └─────────┘ preempted: its ids are kept, its pages are not
 //! plan     which sessions, how many rows of each: pure      rates    measured speeds, hence the size of a chunk
 //! session  one session's ids and what follows from them     run      carries plans out on a model
+//! hold     moves, as one session sees them: held, frozen, released
 //! ```
 //!
 //! Invariants: whatever is decided here, a session's tokens depend on its own ids, settings and seed alone (the model
@@ -13,6 +14,7 @@
 //!
 //! It deliberately does **not** know sockets, threads or files, nor how a prompt's text became ids.
 
+mod hold;
 mod plan;
 mod rates;
 mod run;

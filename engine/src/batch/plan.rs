@@ -17,8 +17,11 @@
 pub(crate) struct SessionView {
     /// Tokens it has: prompt and generated ones.
     pub(crate) known: usize,
-    /// How many of them went through the model. Less than `known`: at least one row is to be computed.
+    /// How many of them went through the model.
     pub(crate) computed: usize,
+    /// How many of them shall: all of those of a session that speaks; of one that is held, all but the last, whose
+    /// row gives the logits of a token that is not to be said yet.
+    pub(crate) goal: usize,
     /// Tokens it may still say.
     pub(crate) remaining: usize,
     /// Pages it holds.
@@ -145,11 +148,12 @@ impl Draft<'_> {
 
     /// One row for each that decodes; the chunk is shared between those that prefill, the rest of it goes to the oldest.
     fn deal_rows(&mut self) {
-        let missing = |session: &SessionView| session.known - session.computed;
+        let missing = |session: &SessionView| session.goal.saturating_sub(session.computed);
         let mut rows: Vec<usize> = vec![0; self.runs.len()];
         let mut prefilling = Vec::new();
         for (i, session) in self.view.sessions.iter().enumerate().filter(|(i, _)| self.runs[*i]) {
             match missing(session) {
+                0 => {}
                 1 => rows[i] = 1,
                 _ => prefilling.push(i),
             }
@@ -174,11 +178,15 @@ mod tests {
     use super::*;
 
     fn runs(known: usize, computed: usize, pages: usize) -> SessionView {
-        SessionView { known, computed, remaining: 100, pages, admitted: true }
+        SessionView { known, computed, goal: known, remaining: 100, pages, admitted: true }
     }
 
     fn waits(known: usize) -> SessionView {
-        SessionView { known, computed: 0, remaining: 100, pages: 0, admitted: false }
+        SessionView { known, computed: 0, goal: known, remaining: 100, pages: 0, admitted: false }
+    }
+
+    fn held(session: SessionView) -> SessionView {
+        SessionView { goal: session.known - 1, ..session }
     }
 
     /// Pages of 16, 2 slots, chunks of 64.
@@ -251,16 +259,21 @@ mod tests {
             0,
             &Plan { preempt: vec![1], rows: vec![(0, 1)], ..nothing.clone() },
         );
+        // Who is held prefills all but the last token, keeps its pages, and has no row when that is done.
+        check(&[held(waits(20))], 9, &Plan { admit: vec![(0, 52)], rows: vec![(0, 19)], ..nothing.clone() });
+        check(&[held(runs(20, 19, 2)), runs(5, 4, 1)], 0, &Plan { rows: vec![(1, 1)], ..nothing.clone() });
+        check(&[held(runs(20, 19, 2)), waits(90)], 4, &Plan { pages_lacking: 4, ..nothing.clone() });
         // Alone and out of pages.
         check(&[runs(33, 32, 2)], 0, &Plan { hopeless: vec![0], ..nothing });
     }
 
     fn sessions() -> impl Strategy<Value = Vec<SessionView>> {
-        let one = (1_usize..90, 0_usize..90, 0_usize..100, any::<bool>()).prop_map(
-            |(known, computed, remaining, admitted)| {
+        let one = (1_usize..90, 0_usize..90, 0_usize..100, any::<bool>(), any::<bool>()).prop_map(
+            |(known, computed, remaining, admitted, held)| {
                 let computed = if admitted { computed % known } else { 0 };
                 let pages = if admitted { computed.div_ceil(16) } else { 0 };
-                SessionView { known, computed, remaining, pages, admitted }
+                let goal = if held { known - 1 } else { known };
+                SessionView { known, computed, goal, remaining, pages, admitted }
             },
         );
         proptest::collection::vec(one, 0..8)
@@ -284,8 +297,8 @@ mod tests {
             let mut prefill = 0;
             for (i, count) in &plan.rows {
                 let session = &sessions[*i];
-                prop_assert!(*count >= 1 && session.computed + count <= session.known);
-                prefill += if session.known - session.computed > 1 { *count } else { 0 };
+                prop_assert!(*count >= 1 && session.computed + count <= session.goal);
+                prefill += if session.goal - session.computed > 1 { *count } else { 0 };
                 if session.admitted {
                     free -= session.known.div_ceil(16).saturating_sub(session.pages) as i64;
                 }
@@ -293,8 +306,10 @@ mod tests {
             prop_assert!(prefill <= 64);
             // Running sessions without a row in this step (the chunk was used up) have their pages promised as well.
             prop_assert!(free >= 0, "{free}");
-            if !sessions.is_empty() {
-                prop_assert!(!plan.rows.is_empty() || !gone.is_empty());
+            // Only sessions that are held and done stand still, and keep others waiting.
+            let idle = |session: &SessionView| session.admitted && session.computed == session.goal;
+            if !sessions.iter().any(idle) && !sessions.is_empty() {
+                prop_assert!(!plan.rows.is_empty() || !gone.is_empty() || !plan.admit.is_empty());
             }
         }
     }

@@ -8,7 +8,7 @@ use super::Stepped;
 const WEIGHT: f64 = 0.3;
 
 /// Rows below which a step says little about the speed of prefill.
-const TELLING_ROWS: usize = 16;
+pub(super) const TELLING_ROWS: usize = 16;
 
 /// Prefill before any measurement.
 const FIRST_CHUNK_TOKENS: usize = 64;

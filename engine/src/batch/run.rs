@@ -3,10 +3,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use pilotlight_domain::session::{FailureCode, FinishReason, Logprobs, SessionEvent, TokenId, TokenLogprob};
+use pilotlight_domain::session::{
+    FailureCode, FinishReason, Logprobs, SessionCommand, SessionEvent, TokenId, TokenLogprob,
+};
 use pilotlight_domain::{ByteCount, Phases};
 
-use super::plan::{SessionView, View, plan};
+use super::hold::{Gate, Replayed};
+use super::plan::{Plan, SessionView, View, plan};
 use super::rates::Rates;
 use super::session::{Limits, Prepared, Refusal, Session};
 use crate::kv::{KvPages, KvRegion, PAGE_TOKENS, SeqId};
@@ -51,28 +54,45 @@ pub(crate) struct Batch {
     settings: BatchSettings,
     /// In order of arrival.
     sessions: Vec<Entry>,
+    /// Held ones whose tokens contain the end: they need no pages, and say the end when they are released.
+    ended: Vec<Entry>,
     rates: Rates,
     scratch: SampleScratch,
     pages_lacking: usize,
+    /// The last step found nothing to do, and nothing has happened since: those that wait, wait for those that are
+    /// held or frozen.
+    idle: bool,
 }
 
-struct Entry {
-    session: Session,
+pub(super) struct Entry {
+    pub(super) session: Session,
     sampler: Sampler,
-    history: History,
+    pub(super) history: History,
     /// Its pages, while it runs.
-    seq: Option<SeqId>,
+    pub(super) seq: Option<SeqId>,
+    /// Whether it may speak.
+    pub(super) gate: Gate,
+    pub(super) replayed: Replayed,
+}
+
+/// Where a session is kept.
+#[derive(Clone, Copy)]
+struct Place {
+    ended: bool,
+    at: usize,
 }
 
 impl Batch {
     pub(crate) fn new(model: Model, text: Arc<ModelText>, kv: KvPages, settings: BatchSettings) -> Self {
         let (sessions, scratch) = (Vec::new(), SampleScratch::default());
-        Batch { model, text, kv, settings, sessions, rates: Rates::default(), scratch, pages_lacking: 0 }
+        let (ended, rates, pages_lacking, idle) = Default::default();
+        Batch { model, text, kv, settings, sessions, ended, rates, scratch, pages_lacking, idle }
     }
 
     /// Further memory for KV pages.
     pub(crate) fn grant(&mut self, region: KvRegion) {
         self.kv.add(region);
+        self.idle = false;
     }
 
     /// The longest context it admits now.
@@ -97,7 +117,8 @@ impl Batch {
 
     /// Whether a step would compute anything.
     pub(crate) fn has_work(&self) -> bool {
-        !self.sessions.is_empty()
+        let wants = |entry: &Entry| entry.gate.wants_step() || self.computed(entry) < self.goal(entry);
+        !self.idle && self.sessions.iter().any(wants)
     }
 
     /// Events that the next step makes at most: a token and an end of each session that may run.
@@ -115,42 +136,79 @@ impl Batch {
         }
     }
 
-    /// Takes a session: says `accepted`, or why not, and its end if there is nothing left to say.
+    /// Takes a session: says `accepted`, or why not, and its end if there is nothing left to say and it is not held.
     pub(crate) fn start(&mut self, prepared: Prepared, events: &mut Events) {
-        let key = prepared.key;
+        let (key, hold) = (prepared.key, prepared.spec.hold);
+        self.idle = false;
         match self.begin(prepared) {
             Err(refusal) => events.push((key, refusal.into_event())),
-            Ok((entry, ended)) => {
+            Ok((mut entry, ended)) => {
                 let prompt_ids = entry.session.prompt().to_vec();
                 let (device, numerics) = (self.settings.device.clone(), self.settings.numerics.clone());
                 let waited = Phases::default();
                 events
                     .push((key, SessionEvent::Accepted { prompt_ids, device, numerics, waited, from: None }));
                 match ended {
-                    Some(reason) => events.push((key, done(&entry.session, reason))),
-                    None => self.sessions.push(entry),
+                    Some(reason) if !hold => events.push((key, done(&entry.session, reason))),
+                    _ if hold => {
+                        entry.hold(ended, events);
+                        let place = if ended.is_some() { &mut self.ended } else { &mut self.sessions };
+                        place.push(entry);
+                    }
+                    _ => self.sessions.push(entry),
                 }
             }
         }
     }
 
     fn begin(&self, prepared: Prepared) -> Result<(Entry, Option<FinishReason>), Refusal> {
-        if self.sessions.iter().filter(|entry| entry.seq.is_none()).count() >= WAITING_MAX {
+        let waiting = self.sessions.iter().filter(|entry| entry.seq.is_none()).count() + self.ended.len();
+        if waiting >= WAITING_MAX {
             let message = format!("{WAITING_MAX} sessions wait for this model here already; try again later");
             return Err(Refusal::elsewhere(FailureCode::NoCapacity, message));
         }
         let (session, ended) = Session::begin(prepared, &self.text, &self.limits())?;
         let sampler = Sampler::new(&session.sampling);
         let history = History::new(session.prompt(), session.generated());
-        Ok((Entry { session, sampler, history, seq: None }, ended))
+        let (gate, replayed) = (Gate::Open, Replayed::default());
+        Ok((Entry { session, sampler, history, seq: None, gate, replayed }, ended))
+    }
+
+    /// Takes a step of a session's move. Whether the session is here; one that does not fit changes nothing.
+    pub(crate) fn command(&mut self, key: SessionKey, command: &SessionCommand, events: &mut Events) -> bool {
+        let limits = self.limits();
+        let Some(place) = self.find(key) else { return false };
+        self.idle = false;
+        let Place { ended, at } = place;
+        let entry = if ended { &mut self.ended[at] } else { &mut self.sessions[at] };
+        let last = entry.obey(command, &self.text, &limits, &self.settings.device, events);
+        let moves_over = entry.gate.has_ended() && !ended;
+        if last || moves_over {
+            let entry = self.take_out(place);
+            self.ended.extend(moves_over.then_some(entry));
+        }
+        true
+    }
+
+    fn find(&self, key: SessionKey) -> Option<Place> {
+        let is_it = |entry: &Entry| entry.session.key == key;
+        let running = self.sessions.iter().position(is_it).map(|at| Place { ended: false, at });
+        running.or_else(|| self.ended.iter().position(is_it).map(|at| Place { ended: true, at }))
+    }
+
+    /// Its pages are free after that.
+    fn take_out(&mut self, Place { ended, at }: Place) -> Entry {
+        let mut entry = if ended { self.ended.remove(at) } else { self.sessions.remove(at) };
+        self.close(entry.seq.take());
+        entry
     }
 
     /// Forgets a session and frees its pages. Says nothing. Whether it was there.
     pub(crate) fn cancel(&mut self, key: SessionKey) -> bool {
-        let Some(at) = self.sessions.iter().position(|entry| entry.session.key == key) else { return false };
-        let entry = self.sessions.remove(at);
-        self.close(entry.seq);
-        true
+        let place = self.find(key);
+        place.map(|place| self.take_out(place));
+        self.idle = false;
+        place.is_some()
     }
 
     fn close(&mut self, seq: Option<SeqId>) {
@@ -159,10 +217,10 @@ impl Batch {
         }
     }
 
-    /// Computes one step. What it took is the caller's to measure and to [`note`](Self::note).
+    /// Computes one step. What it took is the caller's to measure and to [`note`](Self::note), always.
     pub(crate) fn step(&mut self, cpu: &mut Cpu, events: &mut Events) -> Stepped {
         let views: Vec<SessionView> = self.sessions.iter().map(|entry| self.view(entry)).collect();
-        let decodes = |view: &SessionView| view.admitted && view.known - view.computed == 1;
+        let decodes = |view: &SessionView| view.admitted && decodes(view);
         let chunk_most = ROWS_MAX.saturating_sub(self.settings.slots);
         let plan = plan(&View {
             sessions: &views,
@@ -172,6 +230,10 @@ impl Batch {
             chunk_tokens: self.rates.chunk_tokens(views.iter().any(decodes), chunk_most),
         });
         self.pages_lacking = plan.pages_lacking;
+        self.idle = plan == Plan { pages_lacking: plan.pages_lacking, ..Plan::default() };
+        for &(i, count) in &plan.rows {
+            self.sessions[i].replayed.begin(count);
+        }
         for &i in &plan.preempt {
             let seq = self.sessions[i].seq.take();
             self.close(seq);
@@ -194,26 +256,53 @@ impl Batch {
         }
         ended.sort_unstable();
         for i in ended.into_iter().rev() {
-            let entry = self.sessions.remove(i);
-            self.close(entry.seq);
+            self.take_out(Place { ended: false, at: i });
         }
         stepped
     }
 
-    /// Takes the measurement of a step.
-    pub(crate) fn note(&mut self, stepped: Stepped, took: Duration) {
+    /// Takes the measurement of a step; held sessions whose replay it ended say `prepared` with their rate.
+    pub(crate) fn note(&mut self, stepped: Stepped, took: Duration, events: &mut Events) {
         self.rates.note(stepped, took);
+        let otherwise = self.rates.prefill();
+        let kv = &self.kv;
+        for entry in &mut self.sessions {
+            entry.replayed.took(took);
+            let computed = entry.seq.and_then(|seq| kv.len(seq));
+            if entry.gate == Gate::Held
+                && computed.is_some_and(|computed| computed + 1 >= entry.session.known())
+            {
+                entry.gate = Gate::Prepared;
+                events.push((entry.session.key, entry.prepared(otherwise)));
+            }
+        }
+    }
+
+    /// Tokens of a session that went through the model.
+    fn computed(&self, entry: &Entry) -> usize {
+        entry.seq.and_then(|seq| self.kv.len(seq)).unwrap_or(0)
+    }
+
+    /// Tokens of a session that shall go through the model now.
+    fn goal(&self, entry: &Entry) -> usize {
+        let known = entry.session.known();
+        match entry.gate {
+            Gate::Open => known,
+            Gate::Held | Gate::Prepared => known - 1,
+            Gate::Frozen => self.computed(entry).min(known - 1),
+            Gate::Ended(_) => 0,
+        }
     }
 
     fn view(&self, entry: &Entry) -> SessionView {
         let session = &entry.session;
         let (known, remaining) = (session.known(), session.remaining());
-        let computed = entry.seq.and_then(|seq| self.kv.len(seq)).unwrap_or(0);
+        let (computed, goal) = (self.computed(entry), self.goal(entry));
         let pages = entry.seq.map_or(0, |seq| {
             let all = self.kv.pages_total();
             all - self.kv.pages_wanted(seq, all * PAGE_TOKENS)
         });
-        SessionView { known, computed, remaining, pages, admitted: entry.seq.is_some() }
+        SessionView { known, computed, goal, remaining, pages, admitted: entry.seq.is_some() }
     }
 
     /// The rows of a step, and which sessions get logits, in the rows' order.
@@ -308,7 +397,7 @@ impl Entry {
     }
 }
 
-fn done(session: &Session, reason: FinishReason) -> SessionEvent {
+pub(super) fn done(session: &Session, reason: FinishReason) -> SessionEvent {
     SessionEvent::Done { reason, usage: session.usage() }
 }
 
@@ -322,9 +411,13 @@ fn logprobs(sampled: &Sampled, text: &ModelText) -> Option<Logprobs> {
     Some(Logprobs { chosen: scored(sampled.id, found.chosen), top })
 }
 
+/// Whether its row is the one that gives its next token.
+fn decodes(view: &SessionView) -> bool {
+    view.goal == view.known && view.known - view.computed == 1
+}
+
 fn count(views: &[SessionView], dealt: &[(usize, usize)]) -> Stepped {
-    let decodes = |i: usize| views[i].known - views[i].computed == 1;
-    let (decode, prefill): (Vec<_>, Vec<_>) = dealt.iter().partition(|(i, _)| decodes(*i));
+    let (decode, prefill): (Vec<_>, Vec<_>) = dealt.iter().partition(|(i, _)| decodes(&views[*i]));
     Stepped { prefill_rows: prefill.iter().map(|(_, rows)| rows).sum(), decode_rows: decode.len() }
 }
 

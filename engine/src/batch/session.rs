@@ -109,6 +109,8 @@ pub(crate) struct Session {
     generated: Vec<TokenId>,
     /// Generated tokens at most.
     limit: usize,
+    /// Whether it is KV memory here that sets the limit, and not the request or the model.
+    limit_is_memory: bool,
     text: TextStream,
 }
 
@@ -128,28 +130,76 @@ impl Session {
         let context = limits.context_here();
         let wanted = spec.sampling.max_tokens.map_or(usize::MAX, |max| max as usize);
         let limit = wanted.min(context - prompt.len());
-        if spec.generated.len() >= limit && limit < wanted && context < limits.context {
-            let message = format!(
-                "the session has {} tokens; KV memory here holds {}",
-                prompt.len() + spec.generated.len(),
-                limits.kv_tokens
-            );
-            return Err(Refusal::elsewhere(FailureCode::NoCapacity, message));
-        }
+        let limit_is_memory = limit < wanted && context < limits.context;
         let sampling = with_defaults(spec.sampling, text);
         let stream = TextStream::new(&sampling.stop);
         let generated = Vec::with_capacity(spec.generated.len());
-        let mut session =
-            Session { key, epoch: spec.epoch, sampling, prompt, generated, limit, text: stream };
+        let mut session = Session {
+            key,
+            epoch: spec.epoch,
+            sampling,
+            prompt,
+            generated,
+            limit,
+            limit_is_memory,
+            text: stream,
+        };
         if limit == 0 {
             return Ok((session, Some(FinishReason::Length)));
         }
-        for id in spec.generated {
-            if let Some(reason) = session.push(id, text).end {
-                return Ok((session, Some(reason)));
+        let ended = session.replay(&spec.generated, text, limits)?;
+        Ok((session, ended))
+    }
+
+    /// Takes tokens that were generated elsewhere, and says nothing. What follows the end, if they contain it, is
+    /// left away.
+    fn replay(
+        &mut self,
+        ids: &[TokenId],
+        text: &ModelText,
+        limits: &Limits,
+    ) -> Result<Option<FinishReason>, Refusal> {
+        for &id in ids {
+            match self.push(id, text).end {
+                // Elsewhere it may go on.
+                Some(FinishReason::Length) if self.limit_is_memory => {
+                    let message = format!(
+                        "the session has {} tokens; KV memory here holds {}",
+                        self.known(),
+                        limits.kv_tokens
+                    );
+                    return Err(Refusal::elsewhere(FailureCode::NoCapacity, message));
+                }
+                Some(reason) => return Ok(Some(reason)),
+                None => {}
             }
         }
-        Ok((session, None))
+        Ok(None)
+    }
+
+    /// As the tokens of a move come: `at` is the index of the first of `ids`, and what is known already is skipped.
+    ///
+    /// # Errors
+    /// When they leave a gap, contradict what is known, or no model could have generated them.
+    pub(crate) fn extend(
+        &mut self,
+        at: u32,
+        ids: &[TokenId],
+        text: &ModelText,
+        limits: &Limits,
+    ) -> Result<Option<FinishReason>, Refusal> {
+        let (at, next) = (at as usize, self.generated.len());
+        let Some(overlap) = next.checked_sub(at) else {
+            let message = format!("tokens from index {at} were handed over, and the next one is {next}");
+            return Err(Refusal::elsewhere(FailureCode::BadRequest, message));
+        };
+        let (known, fresh) = ids.split_at(overlap.min(ids.len()));
+        if !self.generated[at..].starts_with(known) {
+            let message = format!("the tokens handed over from index {at} are not those known here");
+            return Err(Refusal::elsewhere(FailureCode::BadRequest, message));
+        }
+        check_vocabulary("the tokens handed over", fresh, limits)?;
+        self.replay(fresh, text, limits)
     }
 
     /// Takes the next generated token.
@@ -252,9 +302,13 @@ fn check_ids(prompt: &[TokenId], generated: &[TokenId], limits: &Limits) -> Resu
         );
         return Err(Refusal { code: FailureCode::ContextLengthExceeded, message, retry: Retry::No });
     }
-    let outside = prompt.iter().chain(generated).find(|id| **id as usize >= limits.vocabulary);
-    match outside {
-        Some(id) => Err(outside_vocabulary("the prompt", *id, limits)),
+    check_vocabulary("the prompt", prompt, limits)?;
+    check_vocabulary("the tokens generated so far", generated, limits)
+}
+
+fn check_vocabulary(place: &str, ids: &[TokenId], limits: &Limits) -> Result<(), Refusal> {
+    match ids.iter().find(|id| **id as usize >= limits.vocabulary) {
+        Some(id) => Err(outside_vocabulary(place, *id, limits)),
         None => Ok(()),
     }
 }

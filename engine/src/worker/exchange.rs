@@ -23,7 +23,7 @@ const CONTROL_MAX: usize = 64;
 /// Frames that may wait while steps are made: a token is about 100 bytes, so 100 KiB; with 128 log-probabilities 15 MiB.
 const FRAMES_TO_STEP: usize = 1024;
 
-/// Frames that may wait while commands are handled: each makes two at most, sessions that end together one each.
+/// Frames that may wait while commands are handled: each makes a few at most, sessions that end together one each.
 const FRAMES_MAX: usize = 4096;
 
 /// Bytes that are written at once: the tokens of a step go in one system call.

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{SyncSender, TrySendError};
 use std::time::Duration;
 
-use pilotlight_domain::session::{FailureCode, Input, SessionSpec, TokenId};
+use pilotlight_domain::session::{FailureCode, Input, SessionCommand, SessionSpec, TokenId};
 use pilotlight_loader::mapping::PoolMap;
 
 use super::clock::Instant;
@@ -23,6 +23,10 @@ use crate::text::ModelText;
 
 /// Sessions that may wait for a model to be ready: as many as may wait for a slot.
 const EARLY_MAX: usize = 256;
+
+/// Commands that a session may be given before it is accepted. Who moves a session waits for each answer, so that a
+/// freeze and a release are all that can come.
+const EARLY_COMMANDS_MAX: usize = 4;
 
 /// Bytes of prompts that may wait to be tokenized: sixteen of the longest that a router lets through.
 const PROMPT_BYTES_MAX: usize = 256 << 20;
@@ -50,6 +54,8 @@ pub(super) struct Desk {
     models: BTreeMap<ModelKey, Slot>,
     /// Which model each session is on.
     sessions: HashMap<SessionKey, ModelKey>,
+    /// Commands to sessions that wait for their prompt's ids or their model, in order.
+    early: HashMap<SessionKey, Vec<SessionCommand>>,
     /// Bytes of prompts that wait for a text thread.
     prompt_bytes: usize,
     /// Models whose load failed a while ago, and why, for sessions that come late.
@@ -107,7 +113,7 @@ impl Desk {
         prompts: SyncSender<Prompt>,
         settings: DeskSettings,
     ) -> Self {
-        let (models, sessions, failed) = Default::default();
+        let (models, sessions, early, failed) = Default::default();
         Desk {
             cpu,
             pool,
@@ -116,6 +122,7 @@ impl Desk {
             settings,
             models,
             sessions,
+            early,
             prompt_bytes: 0,
             failed,
             last: ModelKey(0),
@@ -157,7 +164,7 @@ impl Desk {
         let mut events = Events::new();
         let start = Instant::now();
         let stepped = serving.batch.step(&mut self.cpu, &mut events);
-        serving.batch.note(stepped, start.elapsed());
+        serving.batch.note(stepped, start.elapsed(), &mut events);
         let told = serving.tell(key, self.pool.chunk_bytes(), start);
         self.say(events);
         self.exchange.send(told);
@@ -190,8 +197,7 @@ impl Desk {
             ToWorker::Unload { model } => self.unload(model),
             ToWorker::GrantKv { model, chunks } => self.grant(model, &chunks),
             ToWorker::Start { session, model, spec } => self.start(session, model, spec),
-            // No session is held or moved yet.
-            ToWorker::Command { .. } => {}
+            ToWorker::Command { session, command } => self.command(session, command),
             ToWorker::Cancel { session } => self.cancel(session),
         }
     }
@@ -256,7 +262,7 @@ impl Desk {
         let mut events = Events::new();
         for prepared in loading.prepared {
             if self.sessions.contains_key(&prepared.key) {
-                batch.start(prepared, &mut events);
+                begin(&mut batch, prepared, &mut self.early, &mut events);
             }
         }
         let serving = Serving { batch, text, kv_chunks_wanted: 0, rates_told: None };
@@ -371,13 +377,35 @@ impl Desk {
         let prepared = Prepared::new(session, spec, ids);
         let mut events = Events::new();
         match self.models.get_mut(model) {
-            Some(Slot::Serving(serving)) => serving.batch.start(prepared, &mut events),
+            Some(Slot::Serving(serving)) => {
+                begin(&mut serving.batch, prepared, &mut self.early, &mut events);
+            }
             Some(Slot::Loading(loading)) if loading.prepared.len() < EARLY_MAX => {
                 loading.prepared.push(prepared);
             }
             _ => events.push((session, too_many().into_event())),
         }
         self.say(events);
+    }
+
+    fn command(&mut self, session: SessionKey, command: SessionCommand) {
+        // It has ended, and its last event is on the way.
+        let Some(model) = self.sessions.get(&session) else { return };
+        let mut events = Events::new();
+        if let Some(Slot::Serving(serving)) = self.models.get_mut(model)
+            && serving.batch.command(session, &command, &mut events)
+        {
+            return self.say(events);
+        }
+        let waiting = self.early.entry(session).or_default();
+        if waiting.len() < EARLY_COMMANDS_MAX {
+            return waiting.push(command);
+        }
+        let message =
+            format!("more than {EARLY_COMMANDS_MAX} commands to a session that is not accepted yet");
+        let model = *model;
+        self.refuse(session, Refusal::bad_request(message));
+        self.forget(session, model);
     }
 
     fn cancel(&mut self, session: SessionKey) {
@@ -387,6 +415,7 @@ impl Desk {
     }
 
     fn forget(&mut self, session: SessionKey, model: ModelKey) {
+        self.early.remove(&session);
         match self.models.get_mut(&model) {
             Some(Slot::Serving(serving)) => {
                 serving.batch.cancel(session);
@@ -415,6 +444,7 @@ impl Desk {
         for (key, event) in &events {
             if event.is_last() {
                 self.sessions.remove(key);
+                self.early.remove(key);
             }
         }
         self.exchange.send(events.into_iter().map(|(session, event)| FromWorker::Event { session, event }));
@@ -458,6 +488,20 @@ impl Serving {
             told.push(FromWorker::Rates { model, prefill: rates.prefill(), decode: rates.decode() });
         }
         told
+    }
+}
+
+/// Starts a session, and gives it the commands that came before it was accepted.
+fn begin(
+    batch: &mut Batch,
+    prepared: Prepared,
+    early: &mut HashMap<SessionKey, Vec<SessionCommand>>,
+    events: &mut Events,
+) {
+    let key = prepared.key;
+    batch.start(prepared, events);
+    for command in early.remove(&key).unwrap_or_default() {
+        batch.command(key, &command, events);
     }
 }
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use pilotlight_domain::ByteCount;
 use pilotlight_domain::session::{
-    FailureCode, FinishReason, Input, Message, Sampling, SessionEvent, SessionSpec,
+    FailureCode, FinishReason, Input, Message, Sampling, SessionCommand, SessionEvent, SessionSpec,
 };
 use pilotlight_loader::pool::{FreeChunk, HostPool, Resident};
 
@@ -257,6 +257,59 @@ fn sessions_started_before_the_bytes_are_there_wait_for_them() {
     agent.unload(5);
     assert!(!agent.log.0.contains_key(&SessionKey(3)));
     agent.leave().unwrap();
+}
+
+#[test]
+fn a_session_moves_between_workers_also_while_one_is_loading() {
+    let folder = speaking_checkpoint(1);
+    for spec in kinds() {
+        let whole = alone(folder.path(), spec.clone());
+        let (mut source, mut target) = (Agent::start(), Agent::start());
+        source.load(1, folder.path(), 4);
+        source.open(1, 1, spec.clone());
+        source.finish([1]);
+        let prompt = whole.prompt.clone().unwrap();
+        let at = whole.tokens.len() / 2;
+        // The target is told everything before it can do anything.
+        let fills = target.announce(1, folder.path(), 4);
+        let generated = whole.ids()[..at / 2].to_vec();
+        let held = SessionSpec {
+            epoch: 1,
+            input: Input::Tokens(prompt.clone()),
+            generated,
+            hold: true,
+            ..spec.clone()
+        };
+        target.open(1, 1, held);
+        let ids = whole.ids()[at / 2..at].to_vec();
+        let command = |command| ToWorker::Command { session: SessionKey(1), command };
+        target.send(&command(SessionCommand::Release { epoch: 2, at: at as u32 / 2, ids }));
+        // Another one is frozen before it is accepted, and goes on later.
+        target.open(2, 1, spec.clone());
+        target.send(&ToWorker::Command { session: SessionKey(2), command: SessionCommand::Freeze });
+        target.fill(1, fills);
+        target.finish([1]);
+        let said = target.log.of(1);
+        let moved = SessionEvent::Moved { to: "cpu".into(), epoch: 2, next_index: at as u32 };
+        assert_eq!(said.moves.last(), Some(&moved));
+        assert_eq!((&said.tokens[..], &said.last), (&whole.tokens[at..], &whole.last));
+        target.wait(|agent| agent.log.of(2).moves == [SessionEvent::Frozen { next_index: 0 }]);
+        target.send(&ToWorker::Command {
+            session: SessionKey(2),
+            command: SessionCommand::Release { epoch: 1, at: 0, ids: vec![] },
+        });
+        target.finish([2]);
+        assert_eq!((&target.log.of(2).tokens, &target.log.of(2).last), (&whole.tokens, &whole.last));
+        // A session that has ended, or that nobody knows, takes commands in silence.
+        for session in [2, 77] {
+            let command = SessionCommand::Freeze;
+            target.send(&ToWorker::Command { session: SessionKey(session), command });
+        }
+        target.unload(1);
+        assert!(!target.log.0.contains_key(&SessionKey(77)));
+        source.leave().unwrap();
+        target.leave().unwrap();
+    }
 }
 
 #[test]

@@ -9,6 +9,8 @@ use crate::testing::{CONTEXT, Log, Said, speaking_checkpoint, spec};
 use crate::weights::WeightOwner;
 use crate::worker::build;
 
+mod moves;
+
 /// A batch on a small model, and what its sessions said.
 struct World {
     cpu: Cpu,
@@ -51,7 +53,7 @@ impl World {
         let most = self.batch.events_max();
         let stepped = self.batch.step(&mut self.cpu, &mut events);
         assert!(events.len() <= most, "{} events, {most} were announced", events.len());
-        self.batch.note(stepped, Duration::from_millis(10));
+        self.batch.note(stepped, Duration::from_millis(10), &mut events);
         self.take(events);
         stepped
     }
@@ -185,7 +187,8 @@ fn a_long_prompt_does_not_stall_the_others() {
     // Measured: 16 tokens in 150 ms, so a chunk beside another session is 16 tokens.
     world.batch.rates = Rates::default();
     (0..30).for_each(|_| {
-        world.batch.note(Stepped { prefill_rows: 16, decode_rows: 0 }, Duration::from_millis(150));
+        let stepped = Stepped { prefill_rows: 16, decode_rows: 0 };
+        world.batch.note(stepped, Duration::from_millis(150), &mut Events::new());
     });
     let mut events = Events::new();
     for step in 0..10 {
