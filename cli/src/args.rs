@@ -46,6 +46,14 @@ pub(crate) enum Command {
     Explain(ExplainArgs),
     /// Talks to a model: interactively, or once with a message.
     Chat(ChatArgs),
+    /// Lists what is being generated, where it runs, and how it moved; ended sessions stay for ten minutes.
+    Sessions(SessionsArgs),
+    /// Shows one session with its moves and their pauses.
+    Session(SessionArgs),
+    /// Moves a session to another node while it goes on; returns when it runs there.
+    Migrate(MigrateArgs),
+    /// Takes a node out of service: its sessions move away; returns when none is left.
+    Drain(DrainArgs),
     /// Works with checkpoints on disk.
     #[command(subcommand)]
     Checkpoint(CheckpointCommand),
@@ -216,6 +224,53 @@ pub(crate) struct ChatArgs {
     /// Same seed, same words.
     #[arg(long)]
     pub(crate) seed: Option<u64>,
+    #[command(flatten)]
+    pub(crate) server: ServerArgs,
+}
+
+#[derive(Args)]
+pub(crate) struct SessionsArgs {
+    /// Goes on: prints what changes.
+    #[arg(long, short)]
+    pub(crate) watch: bool,
+    #[arg(long, short, value_enum, default_value_t)]
+    pub(crate) output: Format,
+    #[command(flatten)]
+    pub(crate) server: ServerArgs,
+}
+
+#[derive(Args)]
+pub(crate) struct SessionArgs {
+    /// Its id: the `x-request-id` of its response; further choices have `.1`, `.2` … behind it.
+    pub(crate) id: String,
+    #[arg(long, short, value_enum, default_value_t)]
+    pub(crate) output: Format,
+    #[command(flatten)]
+    pub(crate) server: ServerArgs,
+}
+
+#[derive(Args)]
+pub(crate) struct MigrateArgs {
+    /// Which session: the `x-request-id` of its response.
+    pub(crate) id: String,
+    /// The node to go to; the model is loaded there if need be.
+    #[arg(long, value_name = "NODE")]
+    pub(crate) to: String,
+    #[arg(long, short, value_enum, default_value_t)]
+    pub(crate) output: Format,
+    #[command(flatten)]
+    pub(crate) server: ServerArgs,
+}
+
+#[derive(Args)]
+pub(crate) struct DrainArgs {
+    /// Which node.
+    pub(crate) node: String,
+    /// Takes it back into service instead.
+    #[arg(long)]
+    pub(crate) undo: bool,
+    #[arg(long, short, value_enum, default_value_t)]
+    pub(crate) output: Format,
     #[command(flatten)]
     pub(crate) server: ServerArgs,
 }

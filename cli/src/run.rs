@@ -7,7 +7,7 @@ use pilotlight_kit::Stop;
 use pilotlight_kit::log::{self, LogSettings};
 
 use crate::args::{Cli, Command};
-use crate::commands::{apply, chat, checkpoint, delete, demo, explain, get, parts};
+use crate::commands::{apply, chat, checkpoint, delete, demo, explain, get, parts, sessions};
 use crate::failure::Failure;
 use crate::up;
 
@@ -69,6 +69,10 @@ async fn on_runtime(command: Command, filter: String) -> Result<(), Failure> {
         Command::Get(args) => get::run(args).await,
         Command::Explain(args) => explain::run(args).await,
         Command::Chat(args) => chat::run(args).await,
+        Command::Sessions(args) => sessions::sessions(args).await,
+        Command::Session(args) => sessions::session(args).await,
+        Command::Migrate(args) => sessions::migrate(args).await,
+        Command::Drain(args) => sessions::drain(args).await,
         Command::Operator(args) => parts::operator(args, Stop::on_signals(GRACE)?).await,
         Command::Router(args) => parts::router(args, Stop::on_signals(GRACE)?).await,
         Command::Agent(args) => parts::agent(*args, Stop::on_signals(GRACE)?).await,

@@ -9,3 +9,4 @@ pub(crate) mod explain;
 pub(crate) mod get;
 pub(crate) mod manifest;
 pub(crate) mod parts;
+pub(crate) mod sessions;

@@ -181,6 +181,15 @@ pub struct Generation(pub u64);
 pub struct SessionId(String);
 
 impl SessionId {
+    /// As one segment of a URL's path: what is special there is escaped.
+    pub fn in_path(&self) -> String {
+        let plain = |b: u8| b.is_ascii_alphanumeric() || b"-_.~".contains(&b);
+        self.0
+            .bytes()
+            .map(|b| if plain(b) { char::from(b).to_string() } else { format!("%{b:02X}") })
+            .collect()
+    }
+
     /// As text.
     pub fn as_str(&self) -> &str {
         &self.0

@@ -112,7 +112,8 @@ impl Agents {
         epoch: u32,
         command: &SessionCommand,
     ) -> Result<(), PostError> {
-        let url = format!("{}/v1/sessions/{id}/command?epoch={epoch}", endpoint.trim_end_matches('/'));
+        let url =
+            format!("{}/v1/sessions/{}/command?epoch={epoch}", endpoint.trim_end_matches('/'), id.in_path());
         self.tell(&url, command).await
     }
 
