@@ -382,6 +382,9 @@ pub(crate) struct WorkerArgs {
     /// The device it computes on.
     #[arg(long)]
     pub(crate) device: String,
+    /// With `--device sim`: what it is like, as in `start=4s,copy=8GiB/s,memory=16GiB,speed=4x`.
+    #[arg(long, value_name = "KEY=VALUE,…")]
+    pub(crate) sim: Option<String>,
     /// Forces lower kernels than the machine offers: scalar, avx2, avx512, avx512-bf16.
     #[arg(long)]
     pub(crate) kernels: Option<String>,

@@ -144,7 +144,7 @@ impl Parts {
         let limits = config.limits.clone();
         let start_worker = |device: &DeviceSpec| {
             let supervisor = Supervisor {
-                device: device.name(),
+                device: device.clone(),
                 launcher: launcher.clone(),
                 pool: pool.clone(),
                 board: board.clone(),

@@ -20,6 +20,8 @@ pub(crate) struct Board {
     rates: Arc<Mutex<Rates>>,
     /// Prefill and decode, by device.
     compute: Arc<Mutex<HashMap<String, (f64, f64)>>>,
+    /// What copies into each device came to.
+    copies: Arc<Mutex<HashMap<String, Rate>>>,
 }
 
 /// What filling each tier came to.
@@ -31,7 +33,8 @@ struct Rates {
 
 impl Board {
     pub(crate) fn new(metrics: Metrics) -> Self {
-        Board { metrics, changed: Arc::default(), rates: Arc::default(), compute: Arc::default() }
+        let (changed, rates, compute, copies) = Default::default();
+        Board { metrics, changed, rates, compute, copies }
     }
 
     pub(crate) fn metrics(&self) -> &Metrics {
@@ -69,6 +72,17 @@ impl Board {
             Tier::Host => rates.host.get(),
             Tier::Remote | Tier::Device => None,
         }
+    }
+
+    /// A worker took a model this long after its last byte was in the host pool.
+    pub(crate) fn copied(&self, device: &str, bytes: ByteCount, time: Duration) {
+        let mut copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
+        copies.entry(device.into()).or_default().note(bytes, time);
+    }
+
+    /// What copies into a device came to lately; none before the first one.
+    pub(crate) fn copy_rate(&self, device: &str) -> Option<Bandwidth> {
+        self.copies.lock().unwrap_or_else(PoisonError::into_inner).get(device).and_then(Rate::get)
     }
 
     /// A worker measured what it computes: tokens per second, prefill and decode.

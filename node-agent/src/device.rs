@@ -90,6 +90,32 @@ impl DeviceSpec {
             DeviceSpec::Sim(_) => "sim",
         }
     }
+
+    /// Its own memory; none where it uses the host pool.
+    pub(crate) const fn memory(&self) -> Option<ByteCount> {
+        match self {
+            DeviceSpec::Cpu => None,
+            DeviceSpec::Sim(sim) => Some(sim.memory),
+        }
+    }
+
+    /// How long the device itself takes to start.
+    pub(crate) const fn start(&self) -> Duration {
+        match self {
+            DeviceSpec::Cpu => Duration::ZERO,
+            DeviceSpec::Sim(sim) => sim.start,
+        }
+    }
+
+    /// How a worker is told: `--device sim --sim start=4s,…`.
+    pub(crate) fn worker_args(&self) -> Vec<String> {
+        let mut args = vec!["--device".to_owned(), self.name().to_owned()];
+        if let DeviceSpec::Sim(_) = self {
+            let model = self.to_string();
+            args.extend(["--sim".to_owned(), model.trim_start_matches("sim:").to_owned()]);
+        }
+        args
+    }
 }
 
 impl FromStr for DeviceSpec {

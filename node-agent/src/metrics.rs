@@ -2,14 +2,18 @@
 
 use std::time::Duration;
 
+use pilotlight_domain::replay::NotMoved;
 use pilotlight_domain::{ByteCount, Tier};
 use prometheus::{
-    CounterVec, Gauge, GaugeVec, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, Opts,
-    Registry,
+    CounterVec, Gauge, GaugeVec, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge,
+    Opts, Registry,
 };
 
 /// Loads last from milliseconds (a small model from the pool) to half an hour (a large one from afar).
 const LOAD_BUCKETS: &[f64] = &[0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1800.0];
+
+/// A pause lasts from a decode step to a replay that could not catch up.
+const PAUSE_BUCKETS: &[f64] = &[0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0];
 
 /// Every metric of an agent. Cheap to clone.
 #[derive(Clone)]
@@ -25,6 +29,9 @@ pub(crate) struct Metrics {
     sessions: IntGauge,
     sessions_total: IntCounterVec,
     orders: IntCounterVec,
+    handovers: IntCounterVec,
+    handover_pause: Histogram,
+    handover_tokens: IntCounter,
     prefill_rate: Gauge,
     decode_rate: Gauge,
 }
@@ -59,6 +66,21 @@ impl Metrics {
             sessions: IntGauge::with_opts(opts("sessions", "Sessions open"))?,
             sessions_total: IntCounterVec::new(opts("sessions_total", "Sessions ended"), &["outcome"])?,
             orders: IntCounterVec::new(opts("orders_total", "Orders seen"), &["outcome"])?,
+            handovers: IntCounterVec::new(
+                opts("handovers_total", "Sessions that were to move to another device of this node"),
+                &["outcome"],
+            )?,
+            handover_pause: Histogram::with_opts(
+                HistogramOpts::from(opts(
+                    "handover_pause_seconds",
+                    "From the last token on one device to the first one on the next",
+                ))
+                .buckets(PAUSE_BUCKETS.to_vec()),
+            )?,
+            handover_tokens: IntCounter::with_opts(opts(
+                "handover_replayed_tokens_total",
+                "Tokens that hand-overs replayed",
+            ))?,
             prefill_rate: Gauge::with_opts(opts("prefill_tokens_per_second", "Measured by the worker"))?,
             decode_rate: Gauge::with_opts(opts(
                 "decode_tokens_per_second",
@@ -81,6 +103,9 @@ impl Metrics {
         registry.register(Box::new(self.sessions.clone()))?;
         registry.register(Box::new(self.sessions_total.clone()))?;
         registry.register(Box::new(self.orders.clone()))?;
+        registry.register(Box::new(self.handovers.clone()))?;
+        registry.register(Box::new(self.handover_pause.clone()))?;
+        registry.register(Box::new(self.handover_tokens.clone()))?;
         registry.register(Box::new(self.prefill_rate.clone()))?;
         registry.register(Box::new(self.decode_rate.clone()))
     }
@@ -130,6 +155,24 @@ impl Metrics {
 
     pub(crate) fn order(&self, outcome: &'static str) {
         self.orders.with_label_values(&[outcome]).inc();
+    }
+
+    pub(crate) fn handed_over(&self, pause: Duration, replayed: u32) {
+        self.handovers.with_label_values(&["done"]).inc();
+        self.handover_pause.observe(pause.as_secs_f64());
+        self.handover_tokens.inc_by(u64::from(replayed));
+    }
+
+    pub(crate) fn not_handed_over(&self, why: NotMoved) {
+        let outcome = match why {
+            NotMoved::Busy | NotMoved::TooOften | NotMoved::TooSoon | NotMoved::TooLong => "refused",
+            NotMoved::Finished => "finished",
+            NotMoved::TooSlow => "too_slow",
+            NotMoved::TargetLost | NotMoved::SourceLost => "lost",
+            NotMoved::TimedOut => "timed_out",
+            NotMoved::Aborted => "aborted",
+        };
+        self.handovers.with_label_values(&[outcome]).inc();
     }
 
     pub(crate) fn rates(&self, prefill: f64, decode: f64) {

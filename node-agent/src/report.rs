@@ -23,8 +23,6 @@ use crate::workers::{Worker, WorkerState};
 
 /// The most copies told of one node: 250 bytes each stay far below an object's 256 KiB.
 const RESIDENTS_MAX: usize = 512;
-/// Until a worker's start was measured.
-const WORKER_START_GUESS: f64 = 1.0;
 
 /// Makes the ModelNode if there is none: its spec is people's.
 pub(crate) async fn register(store: &Arc<dyn ClusterStore>, node: &NodeName) -> ModelNode {
@@ -157,18 +155,18 @@ fn device(node: &Node, worker: &Worker) -> DeviceStatus {
     let state = worker.state.borrow().clone();
     let (product, numerics) = match &state {
         WorkerState::Up(life) => (life.about.product.clone(), life.about.numerics.clone()),
-        WorkerState::Starting | WorkerState::Down { .. } => Default::default(),
+        WorkerState::Starting { .. } | WorkerState::Down { .. } => Default::default(),
     };
     let (prefill, decode) = node.board.compute(worker.device);
     DeviceStatus {
         name: worker.device.into(),
-        kind: "Cpu".into(),
+        kind: if worker.is_accelerator() { "Gpu" } else { "Cpu" }.into(),
         product,
-        memory_bytes: 0,
-        memory_used_bytes: 0,
+        memory_bytes: worker.memory.capacity().get(),
+        memory_used_bytes: worker.memory.used().get(),
         worker: state.as_str().into(),
         numerics,
-        ready_in_seconds: if matches!(state, WorkerState::Up(_)) { 0.0 } else { WORKER_START_GUESS },
+        ready_in_seconds: worker.ready_in(Instant::now()).as_secs_f64(),
         prefill_tokens_per_second: prefill,
         decode_tokens_per_second: decode,
     }
@@ -243,6 +241,7 @@ fn only_counts(a: &ModelNodeStatus, b: &ModelNodeStatus) -> bool {
         }
         for device in &mut s.devices {
             (device.prefill_tokens_per_second, device.decode_tokens_per_second) = (0.0, 0.0);
+            (device.ready_in_seconds, device.memory_used_bytes) = (0.0, 0);
         }
         for resident in &mut s.residents {
             resident.last_used.clear();

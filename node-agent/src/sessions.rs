@@ -20,6 +20,8 @@
 //!
 //! It deliberately does **not** know tokens, prompts or replays: the worker makes events, the router judges them.
 
+mod course;
+mod opening;
 mod refusal;
 mod table;
 mod task;
@@ -43,7 +45,7 @@ use tokio_stream::StreamExt as _;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::task::TaskTracker;
 
-use crate::orders::face::{Face, Serving, View};
+use crate::orders::face::{Face, View};
 use crate::orders::replica::Node;
 use refusal::Refusal;
 use table::{NotTaken, Table};
@@ -96,7 +98,8 @@ async fn status(State(sessions): State<Sessions>) -> Response {
 fn replica_line(model: &pilotlight_domain::ModelName, face: &Arc<Face>) -> serde_json::Value {
     let (state, cause) = match &*face.view.borrow() {
         View::Waiting => ("waiting", None),
-        View::Serving(_) => ("serving", None),
+        View::Open(places) if places.iter().any(|place| place.ready().is_some()) => ("serving", None),
+        View::Open(_) => ("waiting", None),
         View::Idle => ("idle", None),
         View::Draining => ("draining", None),
         View::Failed(failure) => ("failed", Some(failure.message.clone())),
@@ -140,7 +143,7 @@ async fn open(State(sessions): State<Sessions>, body: Result<Bytes, BytesRejecti
     };
     // Counted before it looks: see `Face::enter`.
     let entered = face.enter();
-    if let Err(refusal) = look(&face) {
+    if let Err(refusal) = opening::look(&face, 0) {
         let status = match refusal.code {
             FailureCode::UnknownModel => StatusCode::NOT_FOUND,
             _ => StatusCode::SERVICE_UNAVAILABLE,
@@ -201,24 +204,6 @@ async fn command(
         Err(NotTaken::Busy) => {
             Refusal::bad(format!("session {id} has not taken up its earlier commands; wait for its events"))
                 .into_response(StatusCode::CONFLICT)
-        }
-    }
-}
-
-/// Where sessions start; none while they wait.
-fn look(face: &Face) -> Result<Option<Serving>, Refusal> {
-    match &*face.view.borrow() {
-        View::Waiting => Ok(None),
-        View::Serving(serving) => Ok(Some(serving.clone())),
-        View::Idle => Err(Refusal::new(
-            FailureCode::UnknownModel,
-            "this node holds the model, but is not to serve it",
-            Retry::Elsewhere,
-        )),
-        View::Draining => Err(Refusal::draining()),
-        View::Failed(failure) => {
-            let retry = if failure.cause.is_source() { Retry::No } else { Retry::Elsewhere };
-            Err(Refusal::new(FailureCode::LoadFailed, failure.message.clone(), retry))
         }
     }
 }

@@ -88,12 +88,6 @@ pub enum SettingsError {
         /// Its name.
         device: &'static str,
     },
-    /// A device that this version cannot drive.
-    #[error("--device {device} is not available in this version yet; use --device cpu")]
-    DeviceUnavailable {
-        /// Its name.
-        device: &'static str,
-    },
     /// None at all.
     #[error("no --device is given; use --device cpu")]
     NoDevice,
@@ -257,9 +251,6 @@ fn check_devices(devices: &[DeviceSpec]) -> Result<(), SettingsError> {
         if devices[..i].iter().any(|d| d.name() == device.name()) {
             return Err(SettingsError::DeviceTwice { device: device.name() });
         }
-        if matches!(device, DeviceSpec::Sim(_)) {
-            return Err(SettingsError::DeviceUnavailable { device: device.name() });
-        }
     }
     Ok(())
 }
@@ -319,7 +310,6 @@ mod tests {
         assert!(refused(|s| s.disk = ByteCount::ZERO).contains("--disk"));
         assert!(refused(|s| s.device.clear()).contains("no --device"));
         assert!(refused(|s| s.device.push(DeviceSpec::Cpu)).contains("twice"));
-        assert!(refused(|s| s.device = vec!["sim".parse().unwrap()]).contains("not available"));
         for url in ["10.0.0.7:8081", "http://", "http://a/b", "ftp://a"] {
             assert!(refused(|s| s.advertise = Some(url.into())).contains("--advertise"), "{url}");
         }

@@ -2,6 +2,7 @@
 //! checks every byte that it was told to read.
 
 mod fake;
+mod handover;
 mod lives;
 mod orders;
 mod world;

@@ -12,6 +12,7 @@
 
 pub(crate) mod launch;
 pub(crate) mod life;
+pub(crate) mod memory;
 pub(crate) mod supervise;
 
 pub(crate) use launch::{Launch, ProcessLauncher};

@@ -50,6 +50,10 @@ pub(crate) fn model_facts(model: &Model, resolved: Option<&Resolved>) -> ModelFa
             digest: spec.source.digest.clone(),
             max_context: spec.engine.max_context_tokens.map(count),
             pin_host: spec.residency.pin == Pin::Host,
+            cpu_sessions: match spec.cold_start.cpu.mode {
+                CpuMode::Auto => count(spec.cold_start.cpu.max_sessions),
+                CpuMode::Off => 0,
+            },
         }),
         size: resolved
             .filter(|resolved| resolved.size_bytes > 0)
@@ -76,7 +80,6 @@ pub(crate) fn model_facts(model: &Model, resolved: Option<&Resolved>) -> ModelFa
             _ => Accelerator::Class(class),
         },
         device_memory: memory.parse().ok().filter(|bytes: &ByteCount| bytes.get() > 0),
-        cpu_meanwhile: spec.cold_start.cpu.mode == CpuMode::Auto,
         drain: seconds(spec.drain.timeout_seconds),
         progress_deadline: seconds(spec.cold_start.progress_deadline_seconds),
         priority: spec.priority,
@@ -175,6 +178,7 @@ pub(crate) fn placed(replica: &ModelReplica, before: Option<&Placed>, now: Times
             digest: spec.digest.clone(),
             max_context: spec.max_context_tokens.map(count),
             pin_host: spec.pin_host,
+            cpu_sessions: count(spec.cpu_sessions),
         }),
         state,
         since: same.map_or(now, |before| before.since),
@@ -224,6 +228,7 @@ mod tests {
             device_memory_bytes: 0,
             max_context_tokens: None,
             pin_host: false,
+            cpu_sessions: 0,
             order_generation: generation,
             reason: String::new(),
             decide_seconds: 0.0,

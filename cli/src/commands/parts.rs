@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use pilotlight_engine::kernels::KernelSet;
-use pilotlight_engine::worker::{self, WorkerSettings};
+use pilotlight_engine::worker::{self, SimModel, WorkerSettings};
 use pilotlight_kit::clock::SystemClock;
 use pilotlight_kit::{Stop, admin, http};
-use pilotlight_node_agent::WorkerProgram;
+use pilotlight_node_agent::{DeviceSpec, WorkerProgram};
 use pilotlight_operator::Operator;
 use pilotlight_router::Router;
 use pilotlight_store::{ClusterStore, RemoteStore};
@@ -123,8 +123,14 @@ pub(crate) fn worker(args: &WorkerArgs) -> Result<(), Failure> {
         Some(name) => Some(name.parse::<KernelSet>().map_err(|e| Failure::usage(e.to_string()))?),
         None => None,
     };
+    let sim = match args.sim.as_ref().map(|model| format!("sim:{model}").parse()) {
+        Some(Ok(DeviceSpec::Sim(sim))) => Some(SimModel { start: sim.start, copy: sim.copy }),
+        Some(Ok(DeviceSpec::Cpu)) | None => None,
+        Some(Err(error)) => return Err(Failure::usage(error.to_string())),
+    };
     let settings = WorkerSettings {
         device: args.device.clone(),
+        sim,
         kernels,
         threads: args.threads,
         ..WorkerSettings::default()

@@ -48,6 +48,9 @@ pub struct ModelReplicaSpec {
     /// Keep it in the host pool whatever happens.
     #[serde(default)]
     pub pin_host: bool,
+    /// With `device: Gpu`: so many sessions may begin on the CPU while the accelerator is not ready.
+    #[serde(default)]
+    pub cpu_sessions: i32,
     /// Grows per node; agents persist what they accepted and refuse older.
     pub order_generation: u64,
     /// From the plan, for people.

@@ -23,7 +23,8 @@ pub const COPY_DEFAULT: Bandwidth = Bandwidth::bytes_per_second(8e9);
 pub const SIZE_DEFAULT: ByteCount = ByteCount::from_gib(1);
 /// The prompt that an estimate is made for, in tokens.
 pub const PROMPT_TOKENS: f64 = 64.0;
-const PREFILL_CPU_DEFAULT: f64 = 200.0;
+/// Assumed until measured, in tokens each second.
+pub const PREFILL_CPU_DEFAULT: f64 = 200.0;
 const PREFILL_GPU_DEFAULT: f64 = 5000.0;
 
 /// Time to first token on one device of one node, and what it is made of.

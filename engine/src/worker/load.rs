@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
 
+use pilotlight_domain::{Bandwidth, ByteCount};
 use pilotlight_loader::mapping::PoolMap;
 
 use super::exchange::{Control, Exchange};
@@ -26,6 +27,8 @@ pub(super) struct Order {
     pub(super) folder: PathBuf,
     pub(super) files: Vec<FileChunks>,
     pub(super) kv_chunks: Vec<u32>,
+    /// How fast the weights come into a simulated device's memory; none: they are used in place.
+    pub(super) copy: Option<Bandwidth>,
 }
 
 /// A model that can serve.
@@ -76,6 +79,14 @@ fn load(
         ));
     }
     resident.recv().map_err(|_| "the load was given up".to_owned())?;
+    if let Some(copy) = order.copy {
+        let bytes: ByteCount = order.files.iter().map(|file| file.bytes).sum();
+        #[expect(
+            clippy::disallowed_methods,
+            reason = "a copy that is only modelled takes its time all the same"
+        )]
+        thread::sleep(bytes.at(copy));
+    }
     let model = build::model(config, &files).map_err(|error| told(&error))?;
     Ok(Built { model, kv, text })
 }

@@ -36,8 +36,12 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::thread;
+use std::time::{Duration, Instant};
 
+use pilotlight_domain::Bandwidth;
 use pilotlight_loader::mapping::{MapError, PoolMap};
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::io::Errno;
 
 use crate::frame::{self, FrameError, FrameReader};
 use crate::kernels::KernelSet;
@@ -55,8 +59,10 @@ pub const SLOTS_MAX: usize = 128;
 /// How a worker is set up.
 #[derive(Clone, Debug)]
 pub struct WorkerSettings {
-    /// The device: `cpu`.
+    /// The device: `cpu`, or `sim`.
     pub device: String,
+    /// What a simulated device is like; it computes with the CPU's kernels.
+    pub sim: Option<SimModel>,
     /// Kernels to use instead of the fastest that this machine can run.
     pub kernels: Option<KernelSet>,
     /// Threads that compute; none: as many as the process may use.
@@ -65,9 +71,18 @@ pub struct WorkerSettings {
     pub slots: usize,
 }
 
+/// A model of a device that this machine does not have.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SimModel {
+    /// From the process's start until it takes models.
+    pub start: Duration,
+    /// From the host pool into its own memory.
+    pub copy: Bandwidth,
+}
+
 impl Default for WorkerSettings {
     fn default() -> Self {
-        WorkerSettings { device: "cpu".into(), kernels: None, threads: None, slots: SLOTS }
+        WorkerSettings { device: "cpu".into(), sim: None, kernels: None, threads: None, slots: SLOTS }
     }
 }
 
@@ -75,7 +90,7 @@ impl Default for WorkerSettings {
 #[derive(Debug, thiserror::Error)]
 pub enum WorkerError {
     /// There is no such device.
-    #[error("device {device:?} is unknown; this build has `cpu`")]
+    #[error("device {device:?} is unknown; this build has `cpu` and `sim`")]
     Device {
         /// As asked for.
         device: String,
@@ -118,7 +133,7 @@ pub fn socket_from_stdin() -> io::Result<UnixStream> {
 /// # Errors
 /// When the worker cannot start, or its agent cannot be understood.
 pub fn run(socket: UnixStream, settings: WorkerSettings) -> Result<(), WorkerError> {
-    if settings.device != "cpu" {
+    if settings.device != if settings.sim.is_some() { "sim" } else { "cpu" } {
         return Err(WorkerError::Device { device: settings.device });
     }
     if !(1..=SLOTS_MAX).contains(&settings.slots) {
@@ -136,13 +151,18 @@ pub fn run(socket: UnixStream, settings: WorkerSettings) -> Result<(), WorkerErr
     let ToWorker::Hello { chunk_bytes, chunks } = hello else { return Err(WorkerError::Greeting) };
     let pool = PoolMap::from_fd(descriptor, chunk_bytes, chunks)?;
 
+    if let Some(sim) = settings.sim
+        && !starts_up(&output, sim.start)?
+    {
+        return Ok(());
+    }
     let numerics = cpu.numerics();
     tracing::info!(numerics, threads = cpu.threads(), pool_chunks = chunks, "the worker is up");
     frame::write(
         &output,
         &FromWorker::Hello {
             device: settings.device.clone(),
-            product: warm::product(),
+            product: if settings.sim.is_some() { "simulated".into() } else { warm::product() },
             numerics: numerics.clone(),
             threads: cpu.threads() as u32,
         },
@@ -152,7 +172,8 @@ pub fn run(socket: UnixStream, settings: WorkerSettings) -> Result<(), WorkerErr
     let _closing = exchange::CloseOnDrop(exchange.clone());
     exchange::start_writer(exchange.clone(), output)?;
     let prompts = prepare::start(&exchange)?;
-    let desk_settings = DeskSettings { device: settings.device, numerics, slots: settings.slots };
+    let copy = settings.sim.map(|sim| sim.copy);
+    let desk_settings = DeskSettings { device: settings.device, copy, numerics, slots: settings.slots };
     let desk = Desk::new(cpu, pool, exchange.clone(), prompts, desk_settings);
     thread::Builder::new().name("step".into()).spawn(move || desk.run())?;
     loop {
@@ -167,6 +188,22 @@ pub fn run(socket: UnixStream, settings: WorkerSettings) -> Result<(), WorkerErr
             Err(error) => return Err(error.into()),
         }
     }
+}
+
+/// Waits for a simulated device's start-up time; false: the agent left meanwhile.
+fn starts_up(agent: &UnixStream, takes: Duration) -> io::Result<bool> {
+    let since = Instant::now();
+    while let Some(left) = takes.checked_sub(since.elapsed()) {
+        let mut waits = [PollFd::new(agent, PollFlags::RDHUP)];
+        let timeout = Timespec::try_from(left).map_err(io::Error::other)?;
+        match rustix::event::poll(&mut waits, Some(&timeout)) {
+            Ok(0) => break,
+            Ok(_) => return Ok(false),
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(true)
 }
 
 #[cfg(test)]

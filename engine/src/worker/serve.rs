@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{SyncSender, TrySendError};
 use std::time::Duration;
 
+use pilotlight_domain::Bandwidth;
 use pilotlight_domain::session::{FailureCode, Input, SessionCommand, SessionSpec, TokenId};
 use pilotlight_loader::mapping::PoolMap;
 
@@ -40,6 +41,8 @@ const RATES_EVERY: Duration = Duration::from_secs(1);
 /// What the step thread tells in its answers.
 pub(super) struct DeskSettings {
     pub(super) device: String,
+    /// How fast weights come into a simulated device's memory.
+    pub(super) copy: Option<Bandwidth>,
     pub(super) numerics: String,
     pub(super) slots: usize,
 }
@@ -187,7 +190,8 @@ impl Desk {
         match message {
             ToWorker::Hello { .. } => tracing::error!("a second greeting is ignored"),
             ToWorker::Load { model, folder, files, kv_chunks, context_tokens_max } => {
-                self.load(Order { model, folder, files, kv_chunks }, context_tokens_max);
+                let copy = self.settings.copy;
+                self.load(Order { model, folder, files, kv_chunks, copy }, context_tokens_max);
             }
             ToWorker::Resident { model, chunks } => {
                 if let Some(Slot::Loading(loading)) = self.models.get_mut(&model) {

@@ -1,14 +1,17 @@
 //! What sessions see of a replica, and the other way round: how many they are.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use pilotlight_domain::{ModelName, Phase, Phases, Tier};
 use pilotlight_engine::protocol::ModelKey;
-use tokio::sync::watch;
+use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
+use super::choose::{Expected, Offer};
 use crate::failure::Failure;
 use crate::timeline::Timeline;
 use crate::workers::{Life, Worker};
@@ -18,8 +21,8 @@ use crate::workers::{Life, Worker};
 pub(crate) enum View {
     /// It will serve: wait.
     Waiting,
-    /// It serves.
-    Serving(Serving),
+    /// These devices serve it, or will.
+    Open(Arc<[Place]>),
     /// It holds, but serves nobody.
     Idle,
     /// It serves what is open, nothing new.
@@ -28,14 +31,94 @@ pub(crate) enum View {
     Failed(Failure),
 }
 
+/// A device that serves the model, or will.
+#[derive(Clone)]
+pub(crate) struct Place {
+    /// None: it is not ready yet.
+    pub(crate) serving: Option<Serving>,
+    /// Until it is.
+    pub(crate) expected: Expected,
+    /// Tokens each second, measured or assumed: prefill, and decode of one session (0: not known).
+    pub(crate) rates: (f64, f64),
+    /// At most so many sessions.
+    pub(crate) sessions_max: u32,
+    /// The device that the order names: sessions that began elsewhere move to it.
+    pub(crate) home: bool,
+}
+
+impl Place {
+    /// Where it serves now.
+    pub(crate) fn ready(&self) -> Option<&Serving> {
+        self.serving.as_ref().filter(|serving| !serving.life.dead.is_cancelled())
+    }
+
+    pub(crate) fn offer(&self, now: Instant) -> Offer {
+        let (ready_in, open) = match (self.ready(), &self.serving) {
+            (Some(serving), _) => (Duration::ZERO, serving.sessions.open()),
+            // Its replica has not heard of its worker's death yet.
+            (None, Some(_)) => (DEATH_NOTICED, 0),
+            (None, None) => (self.expected.left(now), 0),
+        };
+        Offer { ready_in, prefill: self.rates.0, full: open >= self.sessions_max }
+    }
+}
+
+/// A replica hears of its worker's death within this.
+const DEATH_NOTICED: Duration = Duration::from_millis(100);
+
 /// Where sessions start.
 #[derive(Clone)]
 pub(crate) struct Serving {
     pub(crate) worker: Worker,
     pub(crate) life: Arc<Life>,
     pub(crate) model: ModelKey,
+    /// Sessions that it runs at once.
+    pub(crate) slots: u32,
+    /// Those that are on it.
+    pub(crate) sessions: Arc<Count>,
     /// Pulled when open sessions have had their time.
     pub(crate) cut: CancellationToken,
+}
+
+impl Serving {
+    /// Whether it is the same model on the same life of the same worker.
+    pub(crate) fn is(&self, other: &Serving) -> bool {
+        Arc::ptr_eq(&self.life, &other.life) && self.model == other.model
+    }
+}
+
+/// Sessions on one device.
+pub(crate) struct Count {
+    open: AtomicU32,
+    /// Rung when one leaves.
+    news: Arc<Notify>,
+}
+
+impl Count {
+    pub(crate) fn new(news: Arc<Notify>) -> Self {
+        Count { open: AtomicU32::new(0), news }
+    }
+
+    pub(crate) fn open(&self) -> u32 {
+        self.open.load(Ordering::SeqCst)
+    }
+
+    /// Counts one until the answer is dropped. Enter while the view is borrowed: whoever takes a device out of the
+    /// view and looks at its count after that sees every session that will ever be on it.
+    pub(crate) fn enter(self: &Arc<Self>) -> Counted {
+        self.open.fetch_add(1, Ordering::SeqCst);
+        Counted(self.clone())
+    }
+}
+
+/// A session's place in a count.
+pub(crate) struct Counted(Arc<Count>);
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.open.fetch_sub(1, Ordering::SeqCst);
+        self.0.news.notify_one();
+    }
 }
 
 /// One replica, as sessions know it. Share it in an `Arc`.

@@ -1,7 +1,7 @@
 //! A ModelReplica's spec, parsed once.
 
 use pilotlight_api::replica::Device;
-use pilotlight_api::{Hold, ModelReplica};
+use pilotlight_api::{Hold, ModelReplica, ModelReplicaSpec};
 use pilotlight_domain::replica::Cause;
 use pilotlight_domain::{Digest, Generation, ModelName, Timestamp};
 use pilotlight_kit::clock::parse_rfc3339;
@@ -39,12 +39,36 @@ pub(crate) enum Goal {
     Disk,
     /// In the host pool, serving nobody.
     Host,
-    /// In the host pool, served by the CPU.
-    Serve,
+    /// In the host pool, and served.
+    Serve(Target),
     /// The order was withdrawn.
     Gone,
     /// It cannot be held here, whatever is tried.
     Refused(Failure),
+}
+
+/// What serves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Target {
+    /// The CPU.
+    Cpu,
+    /// An accelerator.
+    Accelerator {
+        /// So many sessions may begin on the CPU while it is not ready.
+        cpu_sessions: u32,
+    },
+}
+
+impl Target {
+    pub(crate) const fn is_accelerator(self) -> bool {
+        matches!(self, Target::Accelerator { .. })
+    }
+}
+
+impl Goal {
+    pub(crate) const fn serves(&self) -> bool {
+        matches!(self, Goal::Serve(_))
+    }
 }
 
 /// An object that makes no sense: it names no model.
@@ -62,7 +86,7 @@ impl Order {
         let object = format!("{namespace}/{}", meta.name.as_deref().unwrap_or_default());
         let model = ModelName::new(namespace, &spec.model_name)
             .map_err(|source| BadOrder { object: object.clone(), source })?;
-        let (goal, digest) = match (parse_digest(&spec.digest), goal(spec.hold, spec.device)) {
+        let (goal, digest) = match (parse_digest(&spec.digest), goal(spec)) {
             (Ok(digest), goal) => (goal, digest),
             (Err(failure), _) => (Goal::Refused(failure), None),
         };
@@ -87,22 +111,19 @@ fn parse_digest(text: &str) -> Result<Option<Digest>, Failure> {
     }
 }
 
-fn goal(hold: Hold, device: Device) -> Goal {
-    match (hold, device) {
+fn goal(spec: &ModelReplicaSpec) -> Goal {
+    match (spec.hold, spec.device) {
         (Hold::Disk, _) => Goal::Disk,
         (Hold::Host, Device::Gpu) => Goal::Host,
-        (Hold::Host | Hold::Device, Device::Cpu) => Goal::Serve,
+        (Hold::Host | Hold::Device, Device::Cpu) => Goal::Serve(Target::Cpu),
         (Hold::Device, Device::Gpu) => {
-            let message = "this node has no accelerator; order it for the Cpu, or for another node";
-            Goal::Refused(Failure::new(Cause::OutOfMemory, message))
+            Goal::Serve(Target::Accelerator { cpu_sessions: u32::try_from(spec.cpu_sessions).unwrap_or(0) })
         }
     }
 }
 
 #[cfg(test)]
 pub(crate) mod tests {
-    use pilotlight_api::ModelReplicaSpec;
-
     use super::*;
 
     /// A spec to begin with.
@@ -123,6 +144,7 @@ pub(crate) mod tests {
             reason: String::new(),
             decide_seconds: 0.0,
             drain_deadline: None,
+            cpu_sessions: 2,
         }
     }
 
@@ -137,9 +159,10 @@ pub(crate) mod tests {
     #[test]
     fn hold_and_device_make_the_goal() {
         assert_eq!(parse(|_| {}).goal, Goal::Disk);
-        assert_eq!(parse(|s| s.hold = Hold::Host).goal, Goal::Serve);
+        assert_eq!(parse(|s| s.hold = Hold::Host).goal, Goal::Serve(Target::Cpu));
         assert_eq!(parse(|s| (s.hold, s.device) = (Hold::Host, Device::Gpu)).goal, Goal::Host);
-        assert!(matches!(parse(|s| (s.hold, s.device) = (Hold::Device, Device::Gpu)).goal, Goal::Refused(_)));
+        let accelerator = parse(|s| (s.hold, s.device) = (Hold::Device, Device::Gpu)).goal;
+        assert_eq!(accelerator, Goal::Serve(Target::Accelerator { cpu_sessions: 2 }));
         assert!(matches!(parse(|s| s.digest = "md5:x".into()).goal, Goal::Refused(_)));
         let order = parse(|s| s.drain_deadline = Some("2023-11-14T22:13:20Z".into()));
         assert_eq!(order.drain_deadline, Some(Timestamp::from_micros(1_700_000_000_000_000)));

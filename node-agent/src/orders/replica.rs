@@ -1,7 +1,7 @@
 //! The task of one replica: carries out one step after the other until nothing is held and nothing is wanted.
 //!
-//! Invariants: what a worker maps is let go of only after the worker said `Unloaded` or died; a new order interrupts a
-//! step exactly if another step would be next; sessions find `Serving` only while the worker has every byte verified.
+//! Invariants: what a worker maps is let go of only after the worker said `Unloaded` or died ([`super::seat`]); a new
+//! order interrupts a step exactly if another step would be next.
 //!
 //! It deliberately decides nothing itself: [`super::step`] does, and the tiers decide who makes room.
 
@@ -9,13 +9,14 @@ use std::sync::Arc;
 
 use pilotlight_api::model::Resolved;
 use pilotlight_api::{ModelReplicaStatus, ReplicaPhase};
-use pilotlight_domain::replica::{Cause, Event, Progress, Replica};
+use pilotlight_domain::replica::{Event, Progress, Replica};
 use pilotlight_domain::{ByteCount, Digest, Generation, Phase, Tier};
 use pilotlight_kit::clock::Clock;
 use pilotlight_loader::Checkpoint;
 use tokio::sync::watch;
 
-use super::face::{Face, Faces, Serving, View};
+use super::bench::Bench;
+use super::face::{Face, Faces, View};
 use super::order::{Content, Goal, Order};
 use super::status::StatusCell;
 use super::step::{self, HeldKind, Step};
@@ -25,8 +26,8 @@ use crate::loads::Loads;
 use crate::settings::Limits;
 use crate::staging::{Staged, Staging};
 use crate::tiers::disk::{DiskLease, DiskTier};
-use crate::tiers::host::{HostCopy, HostTier, KvChunks};
-use crate::workers::{ModelLink, Worker};
+use crate::tiers::host::{HostCopy, HostTier};
+use crate::workers::Worker;
 
 mod load;
 mod serve;
@@ -46,19 +47,24 @@ pub(crate) struct Node {
     pub(crate) endpoint: String,
 }
 
+impl Node {
+    pub(crate) fn worker(&self, device: &str) -> Option<&Worker> {
+        self.workers.iter().find(|worker| worker.device == device)
+    }
+
+    pub(crate) fn cpu(&self) -> Option<&Worker> {
+        self.workers.iter().find(|worker| !worker.is_accelerator())
+    }
+
+    pub(crate) fn accelerator(&self) -> Option<&Worker> {
+        self.workers.iter().find(|worker| worker.is_accelerator())
+    }
+}
+
 /// A copy on disk, held there.
 struct OnDisk {
     lease: DiskLease,
     checkpoint: Arc<Checkpoint>,
-}
-
-/// A copy in the pool and on a worker.
-struct Served {
-    copy: Arc<HostCopy>,
-    kv: Vec<KvChunks>,
-    link: Option<ModelLink>,
-    /// The worker wants so many more chunks for KV pages.
-    kv_wanted: u32,
 }
 
 /// What is held.
@@ -66,8 +72,7 @@ enum Held {
     Nothing,
     Disk(OnDisk),
     Host(OnDisk, Arc<HostCopy>),
-    Serving(OnDisk, Served, Serving),
-    Lost(OnDisk, Served),
+    Seated(OnDisk, Box<Bench>),
 }
 
 impl Held {
@@ -76,8 +81,7 @@ impl Held {
             Held::Nothing => HeldKind::Nothing,
             Held::Disk(_) => HeldKind::Disk,
             Held::Host(..) => HeldKind::Host,
-            Held::Serving(..) => HeldKind::Serving,
-            Held::Lost(..) => HeldKind::Lost,
+            Held::Seated(..) => HeldKind::Seated,
         }
     }
 
@@ -88,7 +92,7 @@ impl Held {
     fn on_disk(&self) -> Option<&OnDisk> {
         match self {
             Held::Nothing => None,
-            Held::Disk(d) | Held::Host(d, _) | Held::Serving(d, ..) | Held::Lost(d, _) => Some(d),
+            Held::Disk(d) | Held::Host(d, _) | Held::Seated(d, _) => Some(d),
         }
     }
 
@@ -140,25 +144,30 @@ impl Talk {
         }
     }
 
-    /// Resolves when another step than `current` is next. Orders that change nothing about it are noted meanwhile.
-    /// Dropping it half-way is safe.
+    /// Resolves when another step than `current` is next. Dropping it half-way is safe.
     async fn until_superseded(&mut self, held: &Holding, current: Step) {
-        loop {
-            if self.orders.changed().await.is_err() {
-                // Only at the end of the process.
-                return std::future::pending().await;
-            }
-            let order = self.orders.borrow().clone();
-            if self.next(&order, held) != current {
-                return; // Whoever looks next finds it.
-            }
+        while !self.heard(held, current).await {}
+    }
+
+    /// Resolves with the next order: true if another step than `current` is next; if not, the order is noted.
+    /// Dropping it half-way is safe.
+    async fn heard(&mut self, held: &Holding, current: Step) -> bool {
+        if self.orders.changed().await.is_err() {
+            // Only at the end of the process.
+            return std::future::pending().await;
+        }
+        let order = self.orders.borrow().clone();
+        // Whoever looks next finds it.
+        let superseded = self.next(&order, held) != current;
+        if !superseded {
             self.note(order);
         }
+        superseded
     }
 
     /// Takes an order over without changing what is done.
     fn note(&mut self, order: Order) {
-        let (generation, serves) = (order.generation.0, order.goal == Goal::Serve);
+        let (generation, serves) = (order.generation.0, order.goal.serves());
         self.order = order;
         // A router that hears of the acceptance opens sessions: they must find that the model is to serve.
         self.view.send_if_modified(|view| match view {
@@ -221,6 +230,8 @@ pub(crate) struct ReplicaTask {
     /// The order in which a damaged copy was staged anew already.
     healed: Option<Generation>,
     pinned: bool,
+    /// Devices that serve it, as was told last.
+    serves_on: Vec<&'static str>,
 }
 
 impl ReplicaTask {
@@ -234,7 +245,8 @@ impl ReplicaTask {
         let order = orders.borrow().clone();
         let content = order.content.clone();
         let talk = Talk { orders, order, content, status, view, state: Replica::Ordered, failed: None };
-        ReplicaTask { node, face, talk, held: Held::Nothing, fetched: false, healed: None, pinned: false }
+        let (fetched, healed, pinned, serves_on) = Default::default();
+        ReplicaTask { node, face, talk, held: Held::Nothing, fetched, healed, pinned, serves_on }
     }
 
     /// Runs until the order is withdrawn and nothing is held. Dropping it is for the end of the process only: it
@@ -249,7 +261,7 @@ impl ReplicaTask {
             match step {
                 Step::Stage => self.stage().await,
                 Step::Fill => self.fill().await,
-                Step::Load => self.load().await,
+                Step::Serve => self.serve().await,
                 Step::Drain => self.drain().await,
                 Step::LetGo => self.let_go(),
                 Step::Rest => self.rest().await,
@@ -271,7 +283,7 @@ impl ReplicaTask {
         let step = self.talk.next(&self.talk.order, &self.held.holding());
         self.show_view(step);
         // Work that goes on is not pending again.
-        if step == Step::Rest && self.held.kind() == HeldKind::Serving {
+        if step == Step::Serve && self.held.kind() == HeldKind::Seated {
             let order = self.talk.order.clone();
             self.talk.note(order);
             if !matches!(self.talk.state, Replica::Draining { .. }) {
@@ -286,17 +298,21 @@ impl ReplicaTask {
         self.show_view(step);
         let phase = match step {
             Step::Stage => Some(Phase::Fetch),
-            Step::Load | Step::Fill if matches!(self.held, Held::Lost(..)) => Some(Phase::Warm),
-            Step::Load | Step::Fill => Some(Phase::Read),
+            Step::Fill => Some(Phase::Read),
+            // It knows better how far it is.
+            Step::Serve if self.held.kind() == HeldKind::Seated => return,
+            Step::Serve => Some(Phase::Read),
             Step::Drain | Step::LetGo | Step::Rest | Step::End => None,
         };
         self.face.turn(phase);
     }
 
     fn show_view(&mut self, step: Step) {
-        let serves = self.talk.order.goal == Goal::Serve;
+        if let (Step::Serve, Held::Seated(..)) = (step, &self.held) {
+            return self.show_places();
+        }
+        let serves = self.talk.order.goal.serves();
         let view = match (step, &self.held) {
-            (Step::Rest, Held::Serving(_, _, serving)) => View::Serving(serving.clone()),
             (Step::Rest, _) => self.talk.failure().map_or(View::Idle, View::Failed),
             (Step::Drain | Step::End, _) => View::Draining,
             _ if serves => View::Waiting,
@@ -321,7 +337,7 @@ impl ReplicaTask {
         let mut at = progress.subscribe();
         let (content, holding) = (self.talk.order.content.clone(), self.held.holding());
         let (node, wanted) = (self.node.clone(), content.clone());
-        let urgent = self.talk.order.goal == Goal::Serve;
+        let urgent = self.talk.order.goal.serves();
         let staging = node.staging.stage(&content.source_uri, content.digest.as_ref(), urgent, &progress);
         tokio::pin!(staging);
         let staged = loop {
@@ -373,22 +389,9 @@ impl ReplicaTask {
                     },
                 );
             }
-            None => {
-                let on = match &self.held {
-                    Held::Serving(_, _, serving) => vec![serving.worker.device.to_owned()],
-                    _ => Vec::new(),
-                };
-                self.talk.tell(Event::Held, move |status| {
-                    status.serving_on = on;
-                    status.bytes_done = status.bytes_total;
-                });
-            }
+            None => self.talk.tell(Event::Held, |status| status.bytes_done = status.bytes_total),
         }
-        if matches!(self.held, Held::Serving(..)) {
-            self.serve().await;
-        } else {
-            self.talk.until_superseded(&self.held.holding(), Step::Rest).await;
-        }
+        self.talk.until_superseded(&self.held.holding(), Step::Rest).await;
     }
 
     /// Keeps the copy in the pool, or no longer, as the order says.
@@ -442,16 +445,4 @@ const fn path_name(fetched: bool, resident: bool) -> Tier {
         (false, true) => Tier::Host,
         (false, false) => Tier::Disk,
     }
-}
-
-/// A model that took its worker along so many times before it was ready is not tried again.
-const DEATHS_MAX: u32 = 3;
-
-fn crashed() -> Failure {
-    Failure::new(
-        Cause::WorkerCrashed,
-        format!(
-            "the worker died {DEATHS_MAX} times while it took the model; its log tells why, often too little memory"
-        ),
-    )
 }

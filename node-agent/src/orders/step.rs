@@ -1,10 +1,10 @@
 //! What a replica's task does next: a pure function of what is wanted and what is held.
 //!
 //! ```text
-//!            Stage           Load
-//! Nothing ─────────► Disk ─────────► Serving ──worker died──► Lost ──Load──► Serving
-//!    ▲                │ ▲ ▲            │                        │
-//!    └────LetGo───────┘ │ └───Drain────┴────────────────────────┘
+//!            Stage           Serve
+//! Nothing ─────────► Disk ─────────► Seated: its workers come, serve, die and come again
+//!    ▲                │ ▲ ▲            │
+//!    └────LetGo───────┘ │ └───Drain────┘
 //!                Fill ▼ │ LetGo
 //!                   Host
 //! ```
@@ -19,10 +19,8 @@ pub(crate) enum HeldKind {
     Disk,
     /// And one in the pool.
     Host,
-    /// And a worker that serves it.
-    Serving,
-    /// And a worker that served it, and died.
-    Lost,
+    /// And workers that serve it, or will.
+    Seated,
 }
 
 /// What to do.
@@ -32,8 +30,8 @@ pub(crate) enum Step {
     Stage,
     /// From the disk to the pool.
     Fill,
-    /// Into the pool, if need be, and onto a worker.
-    Load,
+    /// Into the pool, if need be, and onto workers; served until something else is wanted.
+    Serve,
     /// Let sessions end, then off the worker.
     Drain,
     /// Give up one tier.
@@ -49,20 +47,20 @@ pub(crate) fn next(goal: &Goal, held: HeldKind, same: bool, failed: bool) -> Ste
     use HeldKind as H;
     match (goal, held) {
         (Goal::Gone, H::Nothing) => Step::End,
-        (Goal::Gone | Goal::Refused(_), H::Serving | H::Lost) => Step::Drain,
+        (Goal::Gone | Goal::Refused(_), H::Seated) => Step::Drain,
         (Goal::Gone, H::Disk | H::Host) => Step::LetGo,
         (Goal::Refused(_), H::Nothing | H::Disk) => Step::Rest,
         (Goal::Refused(_), H::Host) => Step::LetGo,
         // From here on it is wanted: but maybe other bytes.
-        (_, H::Serving | H::Lost) if !same => Step::Drain,
+        (_, H::Seated) if !same => Step::Drain,
         (_, H::Disk | H::Host) if !same => Step::LetGo,
-        (Goal::Disk | Goal::Host, H::Serving | H::Lost) => Step::Drain,
+        (Goal::Disk | Goal::Host, H::Seated) => Step::Drain,
         (Goal::Disk, H::Host) => Step::LetGo,
         _ if failed => Step::Rest,
         (_, H::Nothing) => Step::Stage,
-        (Goal::Disk, H::Disk) | (Goal::Host, H::Host) | (Goal::Serve, H::Serving) => Step::Rest,
+        (Goal::Disk, H::Disk) | (Goal::Host, H::Host) => Step::Rest,
         (Goal::Host, H::Disk) => Step::Fill,
-        (Goal::Serve, H::Disk | H::Host | H::Lost) => Step::Load,
+        (Goal::Serve(_), H::Disk | H::Host | H::Seated) => Step::Serve,
     }
 }
 
@@ -70,27 +68,28 @@ pub(crate) fn next(goal: &Goal, held: HeldKind, same: bool, failed: bool) -> Ste
 mod tests {
     use pilotlight_domain::replica::Cause;
 
+    use super::super::order::Target;
     use super::*;
     use crate::failure::Failure;
 
-    const HELD: [HeldKind; 5] =
-        [HeldKind::Nothing, HeldKind::Disk, HeldKind::Host, HeldKind::Serving, HeldKind::Lost];
+    const HELD: [HeldKind; 4] = [HeldKind::Nothing, HeldKind::Disk, HeldKind::Host, HeldKind::Seated];
+    const SERVE: Goal = Goal::Serve(Target::Cpu);
 
     fn goals() -> [Goal; 5] {
         let failure = Failure::new(Cause::LoadFailed, "x");
-        [Goal::Disk, Goal::Host, Goal::Serve, Goal::Gone, Goal::Refused(failure)]
+        [Goal::Disk, Goal::Host, SERVE, Goal::Gone, Goal::Refused(failure)]
     }
 
     #[test]
     fn the_whole_table() {
-        use Step::{Drain, End, Fill, LetGo, Load, Rest, Stage};
+        use Step::{Drain, End, Fill, LetGo, Rest, Serve, Stage};
         let expect = [
-            // Nothing, Disk, Host, Serving, Lost
-            [Stage, Rest, LetGo, Drain, Drain],
-            [Stage, Fill, Rest, Drain, Drain],
-            [Stage, Load, Load, Rest, Load],
-            [End, LetGo, LetGo, Drain, Drain],
-            [Rest, Rest, LetGo, Drain, Drain],
+            // Nothing, Disk, Host, Seated
+            [Stage, Rest, LetGo, Drain],
+            [Stage, Fill, Rest, Drain],
+            [Stage, Serve, Serve, Serve],
+            [End, LetGo, LetGo, Drain],
+            [Rest, Rest, LetGo, Drain],
         ];
         for (goal, row) in goals().iter().zip(expect) {
             for (held, step) in HELD.into_iter().zip(row) {
@@ -102,18 +101,18 @@ mod tests {
     #[test]
     fn other_bytes_go_first_whatever_is_wanted() {
         for goal in goals() {
-            assert_eq!(next(&goal, HeldKind::Serving, false, false), Step::Drain);
+            assert_eq!(next(&goal, HeldKind::Seated, false, false), Step::Drain);
             assert_eq!(next(&goal, HeldKind::Host, false, false), Step::LetGo);
         }
-        assert_eq!(next(&Goal::Serve, HeldKind::Disk, false, true), Step::LetGo);
+        assert_eq!(next(&SERVE, HeldKind::Disk, false, true), Step::LetGo);
     }
 
     #[test]
     fn a_failed_order_rests_until_the_next_but_can_be_withdrawn() {
-        assert_eq!(next(&Goal::Serve, HeldKind::Nothing, true, true), Step::Rest);
-        assert_eq!(next(&Goal::Serve, HeldKind::Disk, true, true), Step::Rest);
+        assert_eq!(next(&SERVE, HeldKind::Nothing, true, true), Step::Rest);
+        assert_eq!(next(&SERVE, HeldKind::Disk, true, true), Step::Rest);
         assert_eq!(next(&Goal::Gone, HeldKind::Disk, true, true), Step::LetGo);
-        assert_eq!(next(&Goal::Disk, HeldKind::Serving, true, true), Step::Drain);
+        assert_eq!(next(&Goal::Disk, HeldKind::Seated, true, true), Step::Drain);
     }
 
     /// Carrying out each step leads to a rest or an end, from everywhere, in a few steps.
@@ -130,7 +129,8 @@ mod tests {
                                 HeldKind::Disk
                             }
                             Step::Fill => HeldKind::Host,
-                            Step::Load => HeldKind::Serving,
+                            Step::Serve if held == HeldKind::Seated => break,
+                            Step::Serve => HeldKind::Seated,
                             Step::Drain => HeldKind::Disk,
                             Step::LetGo if held == HeldKind::Host => HeldKind::Disk,
                             Step::LetGo => HeldKind::Nothing,

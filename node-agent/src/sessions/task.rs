@@ -1,21 +1,26 @@
 //! One session's task: from its opening to its last event.
 //!
-//! It deliberately recovers nothing that was begun: whoever feeds the client's stream opens the session anew.
+//! It carries out what [`super::course`] says. It deliberately recovers nothing that was begun: the router opens the
+//! session anew.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use axum::body::Bytes;
-use pilotlight_domain::session::{FailureCode, Retry, SessionEvent, SessionSpec};
+use pilotlight_domain::replay::Opening;
+use pilotlight_domain::session::{FailureCode, Retry, SessionCommand, SessionEvent, SessionSpec};
 use pilotlight_kit::Stop;
-use tokio::sync::{OwnedSemaphorePermit, mpsc};
+use tokio::sync::{OwnedSemaphorePermit, mpsc, watch};
 use tokio::time::Instant;
 
+use super::LINES;
+use super::course::{Course, Outcome};
+use super::opening::{Look, Seated, home_of, look, prompt_tokens, said};
 use super::refusal::Refusal;
 use super::table::Listed;
-use super::{LINES, look};
-use crate::orders::face::{Entered, Face, Serving};
+use crate::orders::face::{Counted, Entered, Face, Serving, View};
 use crate::orders::replica::Node;
-use crate::workers::SessionLink;
+use crate::workers::Gone;
 
 /// What goes out in one piece at most.
 const PIECE_BYTES_MAX: usize = 64 << 10;
@@ -23,11 +28,14 @@ const PIECE_BYTES_MAX: usize = 64 << 10;
 /// So often a session is started on workers that die before they say anything of it.
 const STARTS_MAX: u32 = 3;
 
-/// A session that its worker took.
-struct Started {
-    serving: Serving,
-    link: SessionLink,
-    first: SessionEvent,
+/// What happened.
+enum Heard {
+    /// An opening said something, or will say no more.
+    Said(Opening, Option<SessionEvent>),
+    /// The router wants something.
+    Command(SessionCommand),
+    /// Something may be due, or a device may be ready.
+    Time,
 }
 
 /// The other side closed the connection.
@@ -75,55 +83,188 @@ impl Session {
         spec: Box<SessionSpec>,
         waiting: OwnedSemaphorePermit,
     ) -> Result<SessionEvent, ClientGone> {
-        let Started { serving, mut link, first } = match self.start(spec).await? {
+        let (source, first) = match self.start(&spec).await? {
             Ok(started) => started,
             Err(refusal) => return Ok(refusal.event()),
         };
         drop(waiting);
-        let mut event = Some(first);
+        let mut view = self.face.view.clone();
+        let mut heard = Heard::Said(source.name, Some(first));
+        let mut course = Course::new(*spec, source);
         loop {
-            let Some(said) = event else {
-                return Ok(if link.is_overrun() {
-                    let behind = self.node.limits.session_events_max;
-                    let message = format!("the reader fell {behind} events behind");
-                    Refusal::new(FailureCode::Internal, message, Retry::Elsewhere).event()
-                } else {
-                    Refusal::worker_lost().event()
-                });
-            };
-            if let Some(last) = self.forward(said, &mut link).await? {
+            let mut lines = Vec::new();
+            let mut end = self.take_up(&mut course, heard, &mut lines).await;
+            // What came with it goes out in one piece.
+            while end.is_none() && lines.len() < LINES {
+                let more = course.open.iter_mut().find_map(|s| Some((s.name, s.link.event_now()?)));
+                let Some((by, event)) = more else { break };
+                end = self.take_up(&mut course, Heard::Said(by, Some(event)), &mut lines).await;
+            }
+            if !lines.is_empty() {
+                self.send(lines).await?;
+            }
+            if let Some(last) = end {
                 return Ok(last);
             }
-            event = loop {
-                tokio::select! {
-                    event = link.event() => break event,
-                    // A worker that is gone answers by its end.
-                    command = self.listed.command() => {
-                        let _gone = link.command(command).await;
-                    }
-                    () = self.lines.closed() => return Err(ClientGone),
-                    () = serving.cut.cancelled() => return Ok(Refusal::draining().event()),
-                    () = self.stop.aborting() => return Ok(Refusal::draining().event()),
-                }
+            heard = match self.hear(&mut course, &mut view).await? {
+                Ok(heard) => heard,
+                Err(refusal) => return Ok(refusal.event()),
             };
         }
     }
 
+    /// Waits for the next thing to happen.
+    async fn hear(
+        &mut self,
+        course: &mut Course,
+        view: &mut watch::Receiver<View>,
+    ) -> Result<Result<Heard, Refusal>, ClientGone> {
+        let later = course.may_move().err().flatten();
+        let due = [course.due(), later].into_iter().flatten().min();
+        // All of them are seats of one replica, which cuts them together.
+        let Some(cut) = course.open.first().map(|seated| seated.serving.cut.clone()) else {
+            return Ok(Err(Refusal::worker_lost()));
+        };
+        let heard = tokio::select! {
+            (by, event) = said(&mut course.open) => Heard::Said(by, event),
+            command = self.listed.command() => Heard::Command(command),
+            Ok(()) = view.changed() => Heard::Time,
+            () = sleep_until(due), if due.is_some() => Heard::Time,
+            () = self.lines.closed() => return Err(ClientGone),
+            () = cut.cancelled() => return Ok(Err(Refusal::draining())),
+            () = self.stop.aborting() => return Ok(Err(Refusal::draining())),
+        };
+        Ok(Ok(heard))
+    }
+
+    /// Does what follows from it; answers with the last event, if it is over.
+    async fn take_up(
+        &mut self,
+        course: &mut Course,
+        heard: Heard,
+        lines: &mut Vec<SessionEvent>,
+    ) -> Option<SessionEvent> {
+        let outcomes = match heard {
+            Heard::Said(by, Some(event)) => course.said(by, event),
+            Heard::Said(by, None) => {
+                let overrun = course.open.iter().any(|s| s.name == by && s.link.is_overrun());
+                if overrun || course.open.len() == 1 {
+                    return Some(self.gone(overrun));
+                }
+                course.lost(by)
+            }
+            Heard::Command(command) => course.command(command),
+            Heard::Time => course.tick(),
+        };
+        let mut home = None;
+        let mut todo = VecDeque::from(outcomes);
+        if course.may_move().is_ok()
+            && let Some(source) = course.source()
+        {
+            home = home_of(&self.face, &source.serving);
+            if home.is_some() {
+                todo.extend(course.begin_move());
+            }
+        }
+        while let Some(outcome) = todo.pop_front() {
+            match outcome {
+                Outcome::Say(event) => lines.push(self.tell(event)),
+                Outcome::Open(name, spec) => match self.open_at(home.take(), name, spec).await {
+                    Some(seated) => course.open.push(seated),
+                    None => todo.extend(course.lost(name)),
+                },
+                Outcome::Tell(name, command) => {
+                    let told = match course.open.iter().find(|seated| seated.name == name) {
+                        Some(seated) => seated.link.command(command).await,
+                        None => Err(Gone),
+                    };
+                    if told.is_err() && course.open.len() > 1 {
+                        todo.extend(course.lost(name));
+                    }
+                }
+                Outcome::RunsOn(device) => self.listed.runs_on(device),
+                Outcome::Moved(report) => {
+                    tracing::info!(
+                        replayed = report.replayed,
+                        pause_ms = report.pause.as_secs_f64() * 1e3,
+                        "handed over"
+                    );
+                    self.node.board.metrics().handed_over(report.pause, report.replayed);
+                }
+                Outcome::NotMoved(why) => {
+                    tracing::info!(%why, "not handed over");
+                    self.node.board.metrics().not_handed_over(why);
+                }
+                Outcome::End(last) => return Some(last),
+            }
+        }
+        None
+    }
+
+    fn gone(&self, overrun: bool) -> SessionEvent {
+        if overrun {
+            let message = format!("the reader fell {} events behind", self.node.limits.session_events_max);
+            Refusal::new(FailureCode::Internal, message, Retry::Elsewhere).event()
+        } else {
+            Refusal::worker_lost().event()
+        }
+    }
+
+    /// Notes what the router is about to hear.
+    fn tell(&self, mut event: SessionEvent) -> SessionEvent {
+        match &mut event {
+            SessionEvent::Accepted { waited, from, .. } => {
+                *waited = self.face.waited(self.opened, Instant::now());
+                *from = self.face.from();
+            }
+            SessionEvent::Token { index, .. } => self.listed.generated(*index + 1),
+            SessionEvent::Prepared { next_index, .. } | SessionEvent::Moved { next_index, .. } => {
+                self.listed.generated(*next_index);
+            }
+            _ => {}
+        }
+        event
+    }
+
+    /// The target of a hand-over.
+    async fn open_at(
+        &self,
+        home: Option<(Serving, Counted)>,
+        name: Opening,
+        spec: Box<SessionSpec>,
+    ) -> Option<Seated> {
+        let (serving, counted) = home?;
+        let key = serving.worker.new_session();
+        let events_max = self.node.limits.session_events_max;
+        let link = serving.life.start(key, serving.model, spec, events_max).await.ok()?;
+        Some(Seated { name, serving, link, _counted: counted })
+    }
+
     /// Starts it as soon as the replica serves. A worker that dies before it said anything is waited for, as a cold
     /// one is, a bounded number of times: this very session may be what kills it.
-    async fn start(&mut self, spec: Box<SessionSpec>) -> Result<Result<Started, Refusal>, ClientGone> {
+    async fn start(
+        &mut self,
+        spec: &SessionSpec,
+    ) -> Result<Result<(Seated, SessionEvent), Refusal>, ClientGone> {
         let until = self.opened + self.node.limits.session_wait_max;
         let events_max = self.node.limits.session_events_max;
+        let prompt = prompt_tokens(spec);
         for _ in 0..STARTS_MAX {
-            let serving = match self.wait(until).await? {
-                Ok(serving) => serving,
+            let (serving, counted) = match self.wait(prompt, until).await? {
+                Ok(begins) => begins,
                 Err(refusal) => return Ok(Err(refusal)),
             };
             let key = serving.worker.new_session();
             let starting = async {
-                let mut link = serving.life.start(key, serving.model, spec.clone(), events_max).await.ok()?;
-                let first = link.event().await?;
-                Some((link, first))
+                let spec = Box::new(spec.clone());
+                if let Ok(mut link) = serving.life.start(key, serving.model, spec, events_max).await
+                    && let Some(first) = link.event().await
+                {
+                    return Some((link, first));
+                }
+                // Whoever looks before its death is known finds it again.
+                serving.life.dead.cancelled().await;
+                None
             };
             let started = tokio::select! {
                 started = starting => started,
@@ -133,41 +274,11 @@ impl Session {
             };
             if let Some((link, first)) = started {
                 self.listed.runs_on(serving.worker.device);
-                return Ok(Ok(Started { serving, link, first }));
+                let name = Opening(spec.epoch);
+                return Ok(Ok((Seated { name, serving, link, _counted: counted }, first)));
             }
         }
         Ok(Err(Refusal::worker_lost()))
-    }
-
-    /// Sends this event, and what came with it, in one piece. Answers with the last event instead of sending it.
-    async fn forward(
-        &self,
-        event: SessionEvent,
-        link: &mut SessionLink,
-    ) -> Result<Option<SessionEvent>, ClientGone> {
-        let (mut batch, mut next) = (Vec::new(), Some(event));
-        while let Some(mut event) = next {
-            if event.is_last() {
-                if !batch.is_empty() {
-                    self.send(batch).await?;
-                }
-                return Ok(Some(event));
-            }
-            match &mut event {
-                SessionEvent::Accepted { waited, from, .. } => {
-                    *waited = self.face.waited(self.opened, Instant::now());
-                    *from = self.face.from();
-                }
-                SessionEvent::Token { index, .. } => self.listed.generated(*index + 1),
-                SessionEvent::Prepared { next_index, .. } | SessionEvent::Moved { next_index, .. } => {
-                    self.listed.generated(*next_index);
-                }
-                _ => {}
-            }
-            batch.push(event);
-            next = if batch.len() < LINES { link.event_now() } else { None };
-        }
-        self.send(batch).await.map(|()| None)
     }
 
     async fn send(&self, events: Vec<SessionEvent>) -> Result<(), ClientGone> {
@@ -182,19 +293,24 @@ impl Session {
         if piece.is_empty() { Ok(()) } else { self.lines.send(piece.into()).await.map_err(|_| ClientGone) }
     }
 
-    /// Waits until the replica serves.
-    async fn wait(&self, until: Instant) -> Result<Result<Serving, Refusal>, ClientGone> {
+    /// Waits until the device on which it shall begin serves.
+    async fn wait(
+        &self,
+        prompt_tokens: u32,
+        until: Instant,
+    ) -> Result<Result<(Serving, Counted), Refusal>, ClientGone> {
         let mut view = self.face.view.clone();
         let waiting = async {
             loop {
-                match look(&self.face) {
-                    Ok(Some(serving)) if !serving.life.dead.is_cancelled() => return Ok(serving),
-                    // Its replica has not heard of its worker's death yet.
-                    Ok(_) => {}
+                view.mark_unchanged();
+                match look(&self.face, prompt_tokens) {
+                    Ok(Look::Begin(serving, counted)) => return Ok((serving, counted)),
+                    Ok(Look::Wait(at_most)) => {
+                        if let Ok(Err(_)) = tokio::time::timeout(at_most, view.changed()).await {
+                            return Err(Refusal::draining());
+                        }
+                    }
                     Err(refusal) => return Err(refusal),
-                }
-                if view.changed().await.is_err() {
-                    return Err(Refusal::draining());
                 }
             }
         };
@@ -212,5 +328,12 @@ impl Session {
             self.node.limits.session_wait_max.as_secs()
         );
         Refusal::new(FailureCode::LoadFailed, message, Retry::Elsewhere)
+    }
+}
+
+async fn sleep_until(due: Option<Instant>) {
+    match due {
+        Some(due) => tokio::time::sleep_until(due).await,
+        None => std::future::pending().await,
     }
 }

@@ -17,6 +17,7 @@ use pilotlight_engine::protocol::{FileChunks, FromWorker, ModelKey, SessionKey, 
 use pilotlight_loader::mapping::{FileMap, PoolMap};
 use tokio_util::sync::CancellationToken;
 
+use crate::device::DeviceSpec;
 use crate::workers::Launch;
 use crate::workers::launch::Running;
 
@@ -27,6 +28,10 @@ pub(super) struct FakeWorker {
     log: Mutex<Vec<&'static str>>,
     changed: tokio::sync::Notify,
     life: Mutex<Option<CancellationToken>>,
+    /// Say no hello before this is false.
+    pub(super) starting: AtomicBool,
+    /// Say nothing any more, whatever is asked.
+    pub(super) silent: AtomicBool,
     /// Die instead of saying Ready.
     pub(super) dies_loading: AtomicBool,
     /// Answer `LoadFailed`.
@@ -75,6 +80,9 @@ impl FakeWorker {
         let Ok(Some((ToWorker::Hello { chunk_bytes, chunks }, fd))) = reader.read_with_descriptor() else {
             return;
         };
+        while self.starting.load(Ordering::SeqCst) {
+            std::thread::yield_now();
+        }
         let pool = PoolMap::from_fd(fd, chunk_bytes, chunks).unwrap();
         let hello = FromWorker::Hello {
             device: "cpu".into(),
@@ -161,6 +169,9 @@ impl FakeWorker {
                 assert!(models[&model].ready, "a session before Ready");
                 let (said, events) = Said::new(&spec);
                 sessions.insert(session, said);
+                if self.silent.load(Ordering::SeqCst) {
+                    return Vec::new();
+                }
                 let mut answers: Vec<FromWorker> = of(session, events);
                 let wanted = self.wants_kv.swap(0, Ordering::SeqCst);
                 if wanted > 0 {
@@ -261,13 +272,18 @@ impl Loaded {
     }
 }
 
-/// Starts threads instead of processes.
-pub(super) struct FakeLauncher(pub(super) Arc<FakeWorker>);
+/// Starts threads instead of processes: for the CPU, and for a simulated device.
+pub(super) struct FakeLauncher {
+    pub(super) cpu: Arc<FakeWorker>,
+    pub(super) sim: Arc<FakeWorker>,
+}
 
 impl Launch for FakeLauncher {
-    fn launch(&self, device: &str, socket: UnixStream) -> io::Result<Running> {
-        assert_eq!(device, "cpu");
-        let fake = self.0.clone();
+    fn launch(&self, device: &DeviceSpec, socket: UnixStream) -> io::Result<Running> {
+        let fake = match device {
+            DeviceSpec::Cpu => self.cpu.clone(),
+            DeviceSpec::Sim(_) => self.sim.clone(),
+        };
         let (done, mut ended) = tokio::sync::oneshot::channel::<()>();
         let kill = CancellationToken::new();
         *fake.life.lock().unwrap() = Some(kill.clone());

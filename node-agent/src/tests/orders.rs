@@ -36,8 +36,12 @@ async fn a_cold_session_is_held_served_and_the_copy_outlives_the_order() {
     world.phase("m", generation, ReplicaPhase::Ready).await;
     assert_eq!(world.worker.count("unload"), 1);
     assert_eq!(world.session("m", Some(1)).await.status, 404);
-    let cached = world.node(|n| n.status.as_ref().unwrap().residents.iter().any(|r| r.tier == "host")).await;
-    assert!(cached.status.unwrap().tiers[1].evictable_bytes > 0);
+    world
+        .node(|n| {
+            let status = n.status.as_ref().unwrap();
+            status.residents.iter().any(|r| r.tier == "host") && status.tiers[1].evictable_bytes > 0
+        })
+        .await;
     let generation = world.order("m", &uri, Hold::Host).await;
     let status = world.phase("m", generation, ReplicaPhase::Ready).await;
     assert_eq!(status.path, "host");
@@ -184,7 +188,7 @@ async fn what_the_worker_refuses_is_told() {
     let status = world.phase("m", generation, ReplicaPhase::Failed).await;
     assert_eq!(
         (status.reason, status.message.as_str()),
-        (Some(Reason::LoadFailed), "unsupported architecture Foo")
+        (Some(Reason::UnsupportedArchitecture), "unsupported architecture Foo")
     );
 }
 

@@ -2,9 +2,11 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use futures::StreamExt as _;
+use pilotlight_api::replica::Device;
 use pilotlight_api::{Hold, ModelNode, ModelReplica, ModelReplicaSpec, ModelReplicaStatus, ReplicaPhase};
 use pilotlight_domain::session::{SessionCommand, SessionEvent};
 use pilotlight_domain::{ByteCount, Timestamp};
@@ -32,6 +34,8 @@ pub(super) struct World {
     pub(super) dir: tempfile::TempDir,
     pub(super) store: Arc<EmbeddedStore>,
     pub(super) worker: Arc<FakeWorker>,
+    /// The worker of the simulated device, where there is one.
+    pub(super) sim: Arc<FakeWorker>,
     config: Config,
     agent: Option<(Stop, JoinHandle<Result<(), AgentError>>)>,
     generation: u64,
@@ -62,10 +66,23 @@ impl World {
                 ..Limits::default()
             },
         };
-        let worker = Arc::new(FakeWorker::default());
-        let mut world = World { dir, store: Arc::new(store), worker, config, agent: None, generation: 0 };
+        let (worker, sim) = (Arc::new(FakeWorker::default()), Arc::new(FakeWorker::default()));
+        let mut world =
+            World { dir, store: Arc::new(store), worker, sim, config, agent: None, generation: 0 };
         world.start();
         world
+    }
+
+    /// A node with a simulated device that starts when it is told to, and model `m` ordered to it.
+    pub(super) async fn with_sim() -> (World, String, u64) {
+        let mut world = World::with_chunks(32).await;
+        world.stop().await;
+        world.sim.starting.store(true, Ordering::SeqCst);
+        world.config().devices = vec![crate::DeviceSpec::Cpu, "sim:start=60s,memory=1GiB".parse().unwrap()];
+        world.start();
+        let uri = world.model("m");
+        let generation = world.order_with("m", &uri, Hold::Device, |s| s.device = Device::Gpu).await;
+        (world, uri, generation)
     }
 
     pub(super) fn config(&mut self) -> &mut Config {
@@ -75,7 +92,7 @@ impl World {
     pub(super) fn start(&mut self) {
         let stop = Stop::new();
         let store: Arc<dyn ClusterStore> = self.store.clone();
-        let launcher = Arc::new(FakeLauncher(self.worker.clone()));
+        let launcher = Arc::new(FakeLauncher { cpu: self.worker.clone(), sim: self.sim.clone() });
         let agent = run_with(self.config.clone(), store, stop.clone(), launcher, Arc::new(SystemClock));
         self.agent = Some((stop, tokio::spawn(agent)));
     }

@@ -105,12 +105,16 @@ impl Drop for HostCopy {
 pub(crate) struct KvChunks {
     // In this order: memory is free before the budget says so.
     chunks: Vec<FreeChunk>,
-    _reservation: HostReservation,
+    reservation: HostReservation,
 }
 
 impl KvChunks {
     pub(crate) fn numbers(&self) -> Vec<u32> {
         self.chunks.iter().map(FreeChunk::index).collect()
+    }
+
+    pub(crate) fn bytes(&self) -> ByteCount {
+        self.reservation.bytes
     }
 }
 
@@ -330,8 +334,13 @@ impl HostTier {
 
     /// Further chunks for KV pages, at most `wanted`, at least one; none if there is no room now.
     pub(crate) fn grant(self: &Arc<Self>, wanted: u32) -> Option<KvChunks> {
+        self.kv(KvNeed { min: 1, wanted })
+    }
+
+    /// Chunks for KV pages of a model that is here; none if there is no room now.
+    pub(crate) fn kv(self: &Arc<Self>, need: KvNeed) -> Option<KvChunks> {
         let mut state = self.state();
-        let (_, kv) = self.take(&mut state, 0, Some(KvNeed { min: 1, wanted })).ok()?;
+        let (_, kv) = self.take(&mut state, 0, Some(need)).ok()?;
         kv
     }
 
@@ -388,7 +397,7 @@ impl HostTier {
         state.policy.reserve(self.bytes(u64::from(weights) + kv_chunks.len() as u64));
         let kv = kv.map(|_| {
             let bytes = self.bytes(kv_chunks.len() as u64);
-            KvChunks { chunks: kv_chunks, _reservation: HostReservation { tier: self.clone(), bytes } }
+            KvChunks { chunks: kv_chunks, reservation: HostReservation { tier: self.clone(), bytes } }
         });
         Ok((chunks, kv))
     }

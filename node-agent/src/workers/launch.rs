@@ -10,6 +10,7 @@ use futures::future::BoxFuture;
 use tokio::process::Command;
 use tokio_util::sync::CancellationToken;
 
+use crate::device::DeviceSpec;
 use crate::settings::WorkerProgram;
 
 /// Starts workers.
@@ -18,7 +19,7 @@ pub(crate) trait Launch: Send + Sync + 'static {
     ///
     /// # Errors
     /// When the system does not start it.
-    fn launch(&self, device: &str, socket: UnixStream) -> io::Result<Running>;
+    fn launch(&self, device: &DeviceSpec, socket: UnixStream) -> io::Result<Running>;
 }
 
 /// A worker's process.
@@ -35,9 +36,9 @@ pub(crate) struct Running {
 pub(crate) struct ProcessLauncher(pub(crate) WorkerProgram);
 
 impl Launch for ProcessLauncher {
-    fn launch(&self, device: &str, socket: UnixStream) -> io::Result<Running> {
+    fn launch(&self, device: &DeviceSpec, socket: UnixStream) -> io::Result<Running> {
         let mut command = Command::new(&self.0.program);
-        command.args(&self.0.args).args(["--device", device]);
+        command.args(&self.0.args).args(device.worker_args());
         command.envs(self.0.env.iter().map(|(key, value)| (key, value)));
         // Every other descriptor of ours is close-on-exec. Logs go where ours go; standard output is nobody's.
         command.stdin(OwnedFd::from(socket)).stdout(Stdio::null()).kill_on_drop(true);

@@ -5,6 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
+use pilotlight_domain::Bandwidth;
+use pilotlight_domain::estimate::PREFILL_CPU_DEFAULT;
 use pilotlight_engine::frame;
 use pilotlight_engine::protocol::{FromWorker, ModelKey, SessionKey, ToWorker};
 use pilotlight_kit::Backoff;
@@ -15,9 +17,15 @@ use tokio_util::sync::CancellationToken;
 
 use super::launch::{Launch, Running};
 use super::life::{About, FRAMES, FrameStream, Life, read_frames, write_frames};
+use super::memory::DeviceMemory;
 use crate::board::Board;
+use crate::device::DeviceSpec;
+use crate::orders::choose::Expected;
+use crate::orders::replica::Node;
 use crate::settings::Limits;
 
+/// What a worker's start takes, beside its device's own, before one was measured.
+const START_GUESS: Duration = Duration::from_millis(500);
 /// A worker that lived so long did start: the next restart does not wait long.
 const STEADY: Duration = Duration::from_secs(10);
 /// After its socket closed a worker leaves by itself within this, or is killed.
@@ -28,8 +36,8 @@ const CRASH_LOOP: u32 = 5;
 /// Where a device's worker is.
 #[derive(Clone)]
 pub(crate) enum WorkerState {
-    /// Its process starts.
-    Starting,
+    /// Its process starts, since then.
+    Starting { since: Instant },
     /// It takes models.
     Up(Arc<Life>),
     /// It died early so many times in a row, and is started again soon.
@@ -40,7 +48,7 @@ impl WorkerState {
     /// As the node's status says it.
     pub(crate) fn as_str(&self) -> &'static str {
         match self {
-            WorkerState::Starting => "Starting",
+            WorkerState::Starting { .. } => "Starting",
             WorkerState::Up(_) => "Ready",
             WorkerState::Down { early_deaths } if *early_deaths >= CRASH_LOOP => "Failed",
             WorkerState::Down { .. } => "Restarting",
@@ -52,6 +60,9 @@ impl WorkerState {
 #[derive(Clone)]
 pub(crate) struct Worker {
     pub(crate) device: &'static str,
+    spec: DeviceSpec,
+    /// Its device's own memory.
+    pub(crate) memory: DeviceMemory,
     pub(crate) state: watch::Receiver<WorkerState>,
     keys: Arc<Keys>,
 }
@@ -60,6 +71,8 @@ pub(crate) struct Worker {
 struct Keys {
     model: AtomicU32,
     session: AtomicU64,
+    /// Milliseconds that its last start took; 0: not known.
+    start: AtomicU64,
 }
 
 impl Worker {
@@ -70,8 +83,49 @@ impl Worker {
             state.wait_for(|s| matches!(s, WorkerState::Up(life) if !life.dead.is_cancelled())).await.ok()?;
         match &*up {
             WorkerState::Up(life) => Some(life.clone()),
-            WorkerState::Starting | WorkerState::Down { .. } => None,
+            WorkerState::Starting { .. } | WorkerState::Down { .. } => None,
         }
+    }
+
+    /// Whether it has memory of its own.
+    pub(crate) const fn is_accelerator(&self) -> bool {
+        !matches!(self.spec, DeviceSpec::Cpu)
+    }
+
+    /// Until it takes a model, as far as can be told.
+    pub(crate) fn ready_in(&self, now: Instant) -> Duration {
+        let takes = match (self.keys.start.load(Ordering::Relaxed), &self.spec) {
+            (0, DeviceSpec::Cpu) => START_GUESS,
+            (0, DeviceSpec::Sim(sim)) => sim.start + START_GUESS,
+            (measured, _) => Duration::from_millis(measured),
+        };
+        match &*self.state.borrow() {
+            WorkerState::Up(_) => Duration::ZERO,
+            WorkerState::Starting { since } => Expected { since: *since, takes }.left(now),
+            WorkerState::Down { .. } => takes,
+        }
+    }
+
+    /// How fast weights come from the host pool; none where they are used in place.
+    pub(crate) fn copy_rate(&self, board: &Board) -> Option<Bandwidth> {
+        match &self.spec {
+            DeviceSpec::Cpu => None,
+            DeviceSpec::Sim(sim) => Some(board.copy_rate(self.device).unwrap_or(sim.copy)),
+        }
+    }
+
+    /// Tokens each second, measured or assumed: prefill, and decode of one session (0: not known).
+    pub(crate) fn rates(&self, node: &Node) -> (f64, f64) {
+        let (prefill, decode) = node.board.compute(self.device);
+        let (prefill_assumed, decode_assumed) = match &self.spec {
+            DeviceSpec::Cpu => (PREFILL_CPU_DEFAULT, 0.0),
+            DeviceSpec::Sim(sim) => {
+                let (cpu_prefill, cpu_decode) = node.cpu().map(|cpu| cpu.rates(node)).unwrap_or_default();
+                (cpu_prefill.max(PREFILL_CPU_DEFAULT) * sim.speed, cpu_decode * sim.speed)
+            }
+        };
+        let or = |measured: f64, assumed| if measured > 0.0 { measured } else { assumed };
+        (or(prefill, prefill_assumed), or(decode, decode_assumed))
     }
 
     pub(crate) fn new_model(&self) -> ModelKey {
@@ -85,7 +139,7 @@ impl Worker {
 
 /// What a supervisor needs.
 pub(crate) struct Supervisor {
-    pub(crate) device: &'static str,
+    pub(crate) device: DeviceSpec,
     pub(crate) launcher: Arc<dyn Launch>,
     pub(crate) pool: Arc<HostPool>,
     pub(crate) board: Board,
@@ -97,18 +151,26 @@ pub(crate) struct Supervisor {
 impl Supervisor {
     /// The worker's face, and what keeps it running: spawn that.
     pub(crate) fn start(self) -> (Worker, impl Future<Output = ()> + Send + 'static) {
-        let (told, state) = watch::channel(WorkerState::Starting);
-        let worker = Worker { device: self.device, state, keys: Arc::default() };
-        (worker, self.run(told))
+        let (told, state) = watch::channel(WorkerState::Starting { since: Instant::now() });
+        let keys = Arc::<Keys>::default();
+        let memory = DeviceMemory::new(self.device.memory());
+        let worker = Worker {
+            device: self.device.name(),
+            spec: self.device.clone(),
+            memory,
+            state,
+            keys: keys.clone(),
+        };
+        (worker, self.run(told, keys))
     }
 
-    async fn run(self, told: watch::Sender<WorkerState>) {
+    async fn run(self, told: watch::Sender<WorkerState>, keys: Arc<Keys>) {
         let mut backoff = Backoff::new(self.limits.restart_backoff.0, self.limits.restart_backoff.1);
         let mut early_deaths = 0;
         loop {
-            self.tell(&told, WorkerState::Starting);
             let started = Instant::now();
-            let reason = self.live(&told).await;
+            self.tell(&told, WorkerState::Starting { since: started });
+            let reason = self.live(&told, &keys, started).await;
             if self.stop.is_cancelled() {
                 return;
             }
@@ -119,7 +181,7 @@ impl Supervisor {
             }
             early_deaths += 1;
             if early_deaths == CRASH_LOOP {
-                tracing::error!(device = self.device, early_deaths, "the worker dies again and again");
+                tracing::error!(device = self.device.name(), early_deaths, "the worker dies again and again");
             }
             self.tell(&told, WorkerState::Down { early_deaths });
             tokio::select! {
@@ -135,8 +197,10 @@ impl Supervisor {
     }
 
     /// One life; returns why it ended, as the metric says it.
-    async fn live(&self, told: &watch::Sender<WorkerState>) -> &'static str {
-        let device = self.device;
+    async fn live(&self, told: &watch::Sender<WorkerState>, keys: &Keys, started: Instant) -> &'static str {
+        let device = self.device.name();
+        // A device's own start-up time comes on top of what its process may take.
+        let hello_max = self.limits.hello_max + self.device.start();
         let (socket, mut running) = match self.launch() {
             Ok(launched) => launched,
             Err(error) => {
@@ -147,7 +211,7 @@ impl Supervisor {
         let (read, write) = socket.into_split();
         let mut frames = FrameStream::new(read);
         let hello = tokio::select! {
-            hello = tokio::time::timeout(self.limits.hello_max, frames.next()) => hello.ok().flatten(),
+            hello = tokio::time::timeout(hello_max, frames.next()) => hello.ok().flatten(),
             () = self.stop.cancelled() => None,
         };
         let Some(FromWorker::Hello { device: name, product, numerics, threads }) = hello else {
@@ -159,6 +223,8 @@ impl Supervisor {
             return "hello";
         };
         tracing::info!(device, pid = running.pid, product, numerics, threads, "worker ready");
+        let took = u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX);
+        keys.start.store(took.max(1), Ordering::Relaxed);
         let (queue, queued) = mpsc::channel::<ToWorker>(FRAMES);
         let about = About { device: name, product, numerics, threads };
         let life = Life::new(about, queue, running.kill.clone());
@@ -197,7 +263,7 @@ impl Supervisor {
         frame::send_hello(&ours, &hello, self.pool.fd()).map_err(io::Error::other)?;
         ours.set_nonblocking(true)?;
         let ours = tokio::net::UnixStream::from_std(ours)?;
-        let running = self.launcher.launch(self.device, theirs)?;
+        let running = self.launcher.launch(&self.device, theirs)?;
         Ok((ours, running))
     }
 }

@@ -302,7 +302,7 @@ fn cheapest(node: &NodeFacts, model: &ModelFacts, from: Tier) -> Option<(Hold, E
     };
     let (cpu, gpu) = (best(Device::Cpu), best(Device::Gpu));
     match (cpu, gpu) {
-        (Some(cpu), Some(gpu)) if model.cpu_meanwhile && cpu.total() < gpu.total() => {
+        (Some(cpu), Some(gpu)) if model.content.cpu_sessions > 0 && cpu.total() < gpu.total() => {
             Some((Hold::Serve(Device::Gpu), cpu))
         }
         (_, Some(gpu)) => Some((Hold::Serve(Device::Gpu), gpu)),

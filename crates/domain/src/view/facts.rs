@@ -72,6 +72,8 @@ pub struct Content {
     pub max_context: Option<u32>,
     /// Keep it in the host pool whatever happens.
     pub pin_host: bool,
+    /// So many sessions may begin on the CPU while an accelerator is not ready; 0: none.
+    pub cpu_sessions: u32,
 }
 
 /// A checkpoint's size.
@@ -155,8 +157,6 @@ pub struct ModelFacts {
     pub accelerator: Accelerator,
     /// What it takes on an accelerator; none: as much as its files.
     pub device_memory: Option<ByteCount>,
-    /// Whether the CPU may serve while an accelerator is not ready.
-    pub cpu_meanwhile: bool,
     /// Sessions have so long to finish when a replica goes.
     pub drain: Duration,
     /// A load that takes longer is stuck.
@@ -177,7 +177,6 @@ impl Default for ModelFacts {
             selector: BTreeMap::new(),
             accelerator: Accelerator::default(),
             device_memory: None,
-            cpu_meanwhile: true,
             drain: Duration::from_secs(120),
             progress_deadline: Duration::from_secs(1800),
             priority: 0,

@@ -2,84 +2,113 @@
 
 use std::time::Duration;
 
-use pilotlight_domain::replica::{Cause, Event};
+use pilotlight_domain::Phase;
+use pilotlight_domain::replica::Event;
 
-use super::{Held, OnDisk, ReplicaTask, Served, Step};
-use crate::failure::Failure;
-use crate::workers::ModelEvent;
+use super::super::bench::{self, Bench};
+use super::super::face::{Place, View};
+use super::super::order::Goal;
+use super::{Held, HeldKind, ReplicaTask, Step, loaded};
 
 /// Sessions that were cut tell their routers and are gone within this.
 const CUT_MAX: Duration = Duration::from_secs(5);
 
 impl ReplicaTask {
-    /// Serves until another step is next, or the worker dies.
+    /// Into the pool, if need be, and onto workers; serves until another step is next, or it cannot.
     pub(super) async fn serve(&mut self) {
-        let holding = self.held.holding();
-        let node = self.node.clone();
-        let Held::Serving(_, served, _) = &mut self.held else { return };
-        let Some(link) = served.link.as_mut() else { return };
-        let failure = loop {
-            let freed = node.host.when_freed();
-            tokio::select! {
-                () = self.talk.until_superseded(&holding, Step::Rest) => return,
-                event = link.event() => match event {
-                    Some(ModelEvent::KvWanted { chunks }) => served.kv_wanted = chunks,
-                    Some(ModelEvent::Rates { prefill, decode }) => {
-                        node.board.measured(link.life.about.device.as_str(), prefill, decode);
-                    }
-                    Some(ModelEvent::LoadFailed { message }) => break Some(message),
-                    Some(ModelEvent::Ready { .. } | ModelEvent::Unloaded) => {}
-                    None => break None,
-                },
-                () = freed, if served.kv_wanted > 0 => {}
-            }
-            if served.kv_wanted > 0
-                && let Some(kv) = node.host.grant(served.kv_wanted)
-            {
-                let numbers = kv.numbers();
-                served.kv_wanted = 0;
-                // Kept whatever happens to the message: until the worker is dead it may be mapped.
-                served.kv.push(kv);
-                if link.grant(numbers).await.is_err() {
-                    break None;
-                }
-            }
-        };
-        let (Held::Serving(disk, mut served, _), dead) = (self.held.take(), failure.is_none()) else {
+        if self.held.kind() != HeldKind::Seated && !self.take_seats().await {
             return;
-        };
-        if dead {
-            if let Some(link) = served.link.take() {
-                link.life.dead.cancelled().await;
+        }
+        self.pin();
+        let holding = self.held.holding();
+        loop {
+            let (Goal::Serve(target), Held::Seated(_, bench)) = (&self.talk.order.goal, &mut self.held)
+            else {
+                return;
+            };
+            let target = *target;
+            if let Err(failure) = bench.arrange(target) {
+                if let Held::Seated(disk, bench) = self.held.take() {
+                    bench.end().await;
+                    self.load_failed(disk, failure).await;
+                }
+                return;
             }
-            // Why is the worker's own line in the log.
-            tracing::info!(
-                replica = self.talk.order.object,
-                "its worker is gone; its bytes stay in the pool"
-            );
-            self.held = Held::Lost(disk, served);
-        } else {
-            drop(served);
-            self.held = Held::Disk(disk);
-            self.fail(Failure::new(Cause::LoadFailed, failure.unwrap_or_default()));
+            self.show_places();
+            let Held::Seated(_, bench) = &mut self.held else { return };
+            bench.sweep();
+            tokio::select! {
+                () = bench.changed() => {}
+                superseded = self.talk.heard(&holding, Step::Serve) => if superseded { return },
+            }
         }
     }
 
-    /// Lets sessions end, at most until the deadline, then takes the model off its worker. The copy stays in the pool
-    /// until somebody needs the room.
+    async fn take_seats(&mut self) -> bool {
+        let Some(need) = self.held.on_disk().map(|disk| self.kv_need(disk)) else { return false };
+        let Some((disk, admission)) = self.admit(Some(need), Step::Serve).await else { return false };
+        let settings = bench::Settings {
+            node: self.node.clone(),
+            copy: admission.copy,
+            need,
+            kv: admission.kv,
+            folder: self.node.disk.path(disk.lease.digest()),
+            context_tokens_max: self.talk.order.context_tokens_max,
+        };
+        self.held = Held::Seated(disk, Box::new(Bench::new(settings)));
+        true
+    }
+
+    /// Says to sessions and to the cluster where it serves now.
+    pub(super) fn show_places(&mut self) {
+        let (Goal::Serve(target), Held::Seated(_, bench)) = (&self.talk.order.goal, &self.held) else {
+            return;
+        };
+        let places = bench.places(*target);
+        let (filled, bytes) = (bench.filled(), bench.bytes());
+        let on: Vec<_> = places.iter().filter_map(Place::ready).cloned().collect();
+        self.face.turn(match (&on[..], filled.end) {
+            ([_, ..], _) => None,
+            ([], None) => Some(Phase::Read),
+            // What is left when every byte is in the pool: the copy to the device, where there is one.
+            ([], Some(_)) if places.iter().all(|place| place.home) && target.is_accelerator() => {
+                Some(Phase::Copy)
+            }
+            ([], Some(_)) => Some(Phase::Warm),
+        });
+        let changed = self.serves_on != on.iter().map(|s| s.worker.device).collect::<Vec<_>>();
+        self.talk.view.send_replace(View::Open(places));
+        if on.is_empty() {
+            self.talk.tell(loaded(filled.bytes, bytes), |_| {});
+        } else {
+            self.fetched = false;
+            let slots = on.iter().map(|serving| serving.slots).max().unwrap_or_default();
+            let devices: Vec<String> = on.iter().map(|serving| serving.worker.device.to_owned()).collect();
+            self.talk.tell(Event::Held, move |status| {
+                (status.serving_on, status.slots) = (devices, slots);
+                status.bytes_done = status.bytes_total;
+            });
+        }
+        if changed {
+            self.serves_on = on.iter().map(|serving| serving.worker.device).collect();
+            let order = &self.talk.order;
+            tracing::info!(replica = order.object, model = %order.model, on = ?self.serves_on, "serves");
+            self.node.board.changed();
+        }
+    }
+
+    /// Lets sessions end, at most until the deadline, then takes the model off its workers. The copy stays in the
+    /// pool until somebody needs the room.
     pub(super) async fn drain(&mut self) {
         let now = self.node.clock.now();
         let order = &self.talk.order;
         let deadline = order.drain_deadline.unwrap_or(now + self.node.limits.drain_default);
         self.talk.tell(Event::Drain { deadline }, |_| {});
         let holding = self.held.holding();
-        if let Held::Serving(_, _, serving) = &self.held {
-            let (life, cut) = (serving.life.clone(), serving.cut.clone());
-            let face = self.face.clone();
+        if let Held::Seated(_, bench) = &self.held {
+            let (cut, face) = (bench.cut.clone(), self.face.clone());
             tokio::select! {
                 () = face.empty() => {}
-                // Its sessions fail by themselves.
-                () = life.dead.cancelled() => {}
                 () = self.talk.until_superseded(&holding, Step::Drain) => return,
                 () = tokio::time::sleep(deadline.since(now)) => {
                     tracing::warn!(replica = self.talk.order.object, open = face.open(), "drain deadline: sessions are cut");
@@ -91,20 +120,16 @@ impl ReplicaTask {
             }
         }
         match self.held.take() {
-            Held::Serving(disk, served, _) | Held::Lost(disk, served) => self.unload(disk, served).await,
+            Held::Seated(disk, bench) => {
+                bench.end().await;
+                self.serves_on.clear();
+                self.held = Held::Disk(disk);
+                tracing::info!(
+                    replica = self.talk.order.object,
+                    "unloaded; its copy stays in host memory while there is room"
+                );
+            }
             other => self.held = other,
         }
-    }
-
-    async fn unload(&mut self, disk: OnDisk, mut served: Served) {
-        if let Some(link) = served.link.take() {
-            link.unload(self.node.limits.unload_max).await;
-        }
-        drop(served);
-        self.held = Held::Disk(disk);
-        tracing::info!(
-            replica = self.talk.order.object,
-            "unloaded; its copy stays in host memory while there is room"
-        );
     }
 }

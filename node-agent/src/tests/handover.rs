@@ -1,0 +1,103 @@
+//! Two devices of one node: the CPU serves while the other one starts, and sessions move there.
+
+use std::sync::atomic::Ordering;
+
+use pilotlight_api::{Hold, Reason, ReplicaPhase};
+use pilotlight_domain::session::{SessionCommand, SessionEvent};
+
+use super::world::{World, short};
+
+#[tokio::test]
+async fn a_session_that_began_on_the_cpu_goes_on_where_it_was_ordered_to() {
+    let (world, _uri, generation) = World::with_sim().await;
+    let status = world.phase("m", generation, ReplicaPhase::Ready).await;
+    assert_eq!(status.serving_on, ["cpu"]);
+    let mut session = world.session("m", None).await;
+    assert_eq!(short(&[session.next().await.unwrap(), session.next().await.unwrap()]), "accepted t0");
+    world.sim.starting.store(false, Ordering::SeqCst);
+    let moved = session.next().await.unwrap();
+    let SessionEvent::Moved { to, epoch, next_index } = &moved else { panic!("{moved:?}") };
+    assert_eq!((to.as_str(), *next_index), ("sim", 1));
+    let token = session.next().await.unwrap();
+    assert!(
+        matches!(&token, SessionEvent::Token { epoch: e, index: 1, text, .. } if e == epoch && text == "t1"),
+        "{token:?}"
+    );
+    let status = world.get("/v1/status").await;
+    assert!(status.contains("\"device\":\"sim\""), "{status}");
+    let metrics = world.get("/metrics").await;
+    assert!(metrics.contains("pilotlight_agent_handovers_total{outcome=\"done\"} 1"), "{metrics}");
+    // New sessions begin there, and the CPU gives the model back.
+    assert_eq!(short(&world.session("m", Some(1)).await.rest().await), "accepted t0 done");
+    world.worker.seen("unload", 1).await;
+    assert_eq!(world.sim.count("start"), 2);
+    // Its worker dies: the router recovers, here on the CPU, because the device takes long to start again.
+    world.sim.starting.store(true, Ordering::SeqCst);
+    world.sim.kill();
+    assert_eq!(short(&session.rest().await), "WorkerLost/Elsewhere");
+    assert_eq!(short(&world.session("m", Some(1)).await.rest().await), "accepted t0 done");
+    assert_eq!(world.worker.count("start"), 2);
+}
+
+#[tokio::test]
+async fn a_target_that_dies_costs_nothing() {
+    let (world, _uri, generation) = World::with_sim().await;
+    world.phase("m", generation, ReplicaPhase::Ready).await;
+    let mut session = world.session("m", None).await;
+    assert_eq!(short(&[session.next().await.unwrap(), session.next().await.unwrap()]), "accepted t0");
+    world.sim.silent.store(true, Ordering::SeqCst);
+    world.sim.starting.store(false, Ordering::SeqCst);
+    // It took the session, and says nothing of it.
+    world.sim.seen("start", 1).await;
+    world.sim.starting.store(true, Ordering::SeqCst);
+    world.sim.kill();
+    // Whoever asks the CPU gets its answer: nothing was frozen.
+    assert_eq!(world.command("r1", 0, &SessionCommand::Freeze).await, 202);
+    assert_eq!(short(&[session.next().await.unwrap()]), "frozen1");
+    let release = SessionCommand::Release { epoch: 7, at: 1, ids: vec![] };
+    assert_eq!(world.command("r1", 0, &release).await, 202);
+    assert_eq!(short(&[session.next().await.unwrap(), session.next().await.unwrap()]), "moved t1");
+}
+
+#[tokio::test]
+async fn a_command_of_the_router_ends_a_hand_over_and_is_carried_out() {
+    let (world, _uri, generation) = World::with_sim().await;
+    world.phase("m", generation, ReplicaPhase::Ready).await;
+    let mut session = world.session("m", None).await;
+    assert_eq!(short(&[session.next().await.unwrap(), session.next().await.unwrap()]), "accepted t0");
+    world.sim.silent.store(true, Ordering::SeqCst);
+    world.sim.starting.store(false, Ordering::SeqCst);
+    world.sim.seen("start", 1).await;
+    assert_eq!(world.command("r1", 0, &SessionCommand::Freeze).await, 202);
+    assert_eq!(short(&[session.next().await.unwrap()]), "frozen1");
+    world.sim.seen("cancel", 1).await;
+    let metrics = world.get("/metrics").await;
+    assert!(metrics.contains("pilotlight_agent_handovers_total{outcome=\"aborted\"} 1"), "{metrics}");
+}
+
+#[tokio::test]
+async fn a_model_too_large_for_its_device_is_refused_with_both_sizes() {
+    let mut world = World::with_chunks(32).await;
+    world.stop().await;
+    world.config().devices = vec![crate::DeviceSpec::Cpu, "sim:memory=64KiB".parse().unwrap()];
+    world.start();
+    let uri = world.model("m");
+    let device = pilotlight_api::replica::Device::Gpu;
+    let generation = world.order_with("m", &uri, Hold::Device, |s| s.device = device).await;
+    let status = world.phase("m", generation, ReplicaPhase::Failed).await;
+    assert_eq!(status.reason, Some(Reason::OutOfMemory));
+    assert!(status.message.contains("sim has 64KiB"), "{}", status.message);
+}
+
+#[tokio::test]
+async fn without_the_cpu_sessions_wait_for_their_device() {
+    let (mut world, uri, _) = World::with_sim().await;
+    let device = pilotlight_api::replica::Device::Gpu;
+    let change = |s: &mut pilotlight_api::ModelReplicaSpec| (s.device, s.cpu_sessions) = (device, 0);
+    let generation = world.order_with("other", &uri, Hold::Device, change).await;
+    world.phase("other", generation, ReplicaPhase::Loading).await;
+    let mut session = world.session("other", Some(1)).await;
+    world.sim.starting.store(false, Ordering::SeqCst);
+    assert_eq!(short(&session.rest().await), "accepted t0 done");
+    assert_eq!(world.sim.count("start"), 1);
+}
