@@ -118,7 +118,6 @@ impl Stream {
     }
 
     /// Reads until it has said so much.
-    #[expect(dead_code, reason = "for moves")]
     async fn until(&mut self, bytes: usize) {
         while self.said.texts.first().is_none_or(|text| text.len() < bytes) {
             assert!(self.piece().await, "{} ended early: {:?}", self.id, self.said);
@@ -232,5 +231,126 @@ async fn streams_survive_their_worker() {
         "{rounds} rounds of four answers, {moved} sessions recovered, none lost a token or said one twice"
     );
     assert!(moved > 0, "nobody was hit");
+    up.stop();
+}
+
+/// Three nodes, the model ready on two of them.
+async fn three_nodes(folder: &Path) -> Up {
+    let up = Up::start(&["--nodes", "3"]);
+    up.apply(&[model("demo", &long_model(folder), json!({ "minReplicas": 2, "maxReplicas": 2 }))]);
+    up.until("demo", "two ready replicas", |_| ready_nodes(&up).len() == 2).await;
+    up
+}
+
+/// Where the model is ready.
+fn ready_nodes(up: &Up) -> Vec<String> {
+    let list: Value = serde_json::from_str(&up.ok(&["get", "replicas", "-o", "json"])).unwrap();
+    let ready = |r: &&Value| r["status"]["phase"] == "Ready";
+    let node = |r: &Value| r["spec"]["nodeName"].as_str().unwrap().to_owned();
+    list["items"].as_array().unwrap().iter().filter(ready).map(node).collect()
+}
+
+fn text(value: &Value) -> &str {
+    value.as_str().unwrap_or_default()
+}
+
+/// An answer that takes long enough to be moved about.
+fn long() -> Value {
+    json!({ "model": "demo", "prompt": "ROMEO:", "max_tokens": 4000, "ignore_eos": true, "temperature": 0.9,
+            "seed": 4 })
+}
+
+/// Runs a command of the program aside, so that the test goes on reading.
+async fn aside(up: &Up, args: &[&str]) -> (bool, String, String) {
+    let mut args: Vec<String> = args.iter().map(|arg| (*arg).to_owned()).collect();
+    args.extend(["--server".to_owned(), up.url.clone()]);
+    let run = move || world::run(&args.iter().map(String::as_str).collect::<Vec<_>>());
+    let output = tokio::task::spawn_blocking(run).await.unwrap();
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+    (output.status.success(), text(output.stdout), text(output.stderr))
+}
+
+#[tokio::test]
+async fn a_session_migrates_and_a_node_drains() {
+    let dir = tempfile::tempdir().unwrap();
+    let up = three_nodes(dir.path()).await;
+    let body = long();
+    let undisturbed = answer(&up, &body).await;
+
+    // A session moves to the other node that has the model, and is not seen to.
+    let mut stream = Stream::open(&up, &long()).await;
+    stream.until(20).await;
+    let from = text(&sessions(&up, &stream.id)["node"]).to_owned();
+    let to = ready_nodes(&up).into_iter().find(|node| *node != from).unwrap();
+    let id = stream.id.clone();
+    let command = ["migrate", &id, "--to", &to, "-o", "json"];
+    let (said, (moved, out, err)) = tokio::join!(stream.rest(), aside(&up, &command));
+    assert!(moved, "{err}\n{}", up.log());
+    let moved: Value = serde_json::from_str(&out).unwrap();
+    assert_eq!((text(&moved["kind"]), text(&moved["from"]), text(&moved["to"])), ("migration", &*from, &*to));
+    eprintln!("migrated: {moved}");
+    assert_eq!(said, undisturbed);
+    let session = sessions(&up, &id);
+    assert_eq!((text(&session["node"]), text(&session["state"])), (&*to, "done"));
+    assert_eq!(session["moves"], json!([moved]));
+
+    // A node is emptied of what runs there.
+    let streams = join_all([&body; 3].map(|body| Stream::open(&up, body))).await;
+    let node = text(&sessions(&up, &streams[0].id)["node"]).to_owned();
+    let ids: Vec<String> = streams.iter().map(|stream| stream.id.clone()).collect();
+    let draining = async {
+        let drained = aside(&up, &["drain", &node, "-o", "json"]).await;
+        let left = ids.iter().map(|id| sessions(&up, id));
+        let left = left.filter(|s| text(&s["node"]) == node && text(&s["state"]) == "running").count();
+        (drained, left)
+    };
+    let (said, ((drained, out, err), left)) =
+        tokio::join!(join_all(streams.into_iter().map(Stream::rest)), draining);
+    assert!(drained, "{err}");
+    eprintln!("drained: {out}");
+    assert_eq!(left, 0, "sessions are left on {node}");
+    assert!(said.iter().all(|said| *said == undisturbed));
+    up.ok(&["drain", &node, "--undo"]);
+    let (_, _, err) = aside(&up, &["migrate", "nobody", "--to", &to]).await;
+    assert!(err.starts_with("error: no session `nobody` is known"), "{err}");
+    up.stop();
+}
+
+#[tokio::test]
+async fn streams_survive_their_agent_on_another_node() {
+    let dir = tempfile::tempdir().unwrap();
+    let up = three_nodes(dir.path()).await;
+    let undisturbed = answer(&up, &long()).await;
+    let mut stream = Stream::open(&up, &long()).await;
+    stream.until(20).await;
+    let id = stream.id.clone();
+    let node = text(&sessions(&up, &id)["node"]).to_owned();
+    let agent = up.children(&format!("--node {node} "));
+    assert_eq!(agent.len(), 1, "one agent of {node}");
+    signal(agent[0], "KILL");
+    assert_eq!(stream.rest().await, undisturbed);
+    let session = sessions(&up, &id);
+    assert_eq!(text(&session["moves"][0]["kind"]), "recovery", "{session:#}");
+    assert_ne!(text(&session["node"]), node, "{session:#}");
+    eprintln!("recovered on another node: {}", session["moves"][0]);
+    up.stop();
+}
+
+#[tokio::test]
+async fn with_one_node_streams_wait_for_its_agents_restart() {
+    let dir = tempfile::tempdir().unwrap();
+    let up = Up::start(&[]);
+    up.apply(&[model("demo", &long_model(dir.path()), json!({}))]);
+    let undisturbed = answer(&up, &long()).await;
+    let mut stream = Stream::open(&up, &long()).await;
+    stream.until(20).await;
+    let id = stream.id.clone();
+    let agent = up.children("pilotlight agent");
+    assert_eq!(agent.len(), 1);
+    signal(agent[0], "KILL");
+    assert_eq!(stream.rest().await, undisturbed);
+    let session = sessions(&up, &id);
+    assert_eq!(text(&session["moves"][0]["kind"]), "recovery", "{session:#}");
+    eprintln!("recovered after the restart: {}", session["moves"][0]);
     up.stop();
 }
