@@ -3,6 +3,7 @@
 //! | path | answers |
 //! |---|---|
 //! | `POST /operator/v1/demand` | after the orders for the wakes in it were written: 200, wakes that cannot be; 503 while we do not lead, or are behind: repeat it |
+//! | `POST /operator/v1/place` | `{model, node, seconds}`: the model shall serve on that node for so long though nobody waits there, because sessions are about to move. 200 once the order is written; 409 with the reason if it cannot be; 503 as above |
 //! | `GET /operator/v1/explain/{namespace}/{name}` | 200, or 404 |
 
 use std::time::Duration;
@@ -14,8 +15,9 @@ use axum::routing::{get, post};
 use axum::{Json, Router};
 use pilotlight_api::demand::{DemandAnswer, DemandReport};
 use pilotlight_api::explain::Explanation;
-use pilotlight_domain::ModelName;
+use pilotlight_domain::{ModelName, NodeName};
 use pilotlight_kit::Readiness;
+use serde::Deserialize;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
 
@@ -25,14 +27,31 @@ pub(crate) const ASKS_MAX: usize = 64;
 /// A store that does not answer must not keep routers waiting for ever: they repeat.
 const ANSWER_MAX: Duration = Duration::from_secs(10);
 
+/// Whether the order is written, or why it cannot be.
+pub(crate) type PlaceAnswer = oneshot::Sender<Result<(), String>>;
+
 /// What the service is asked.
 pub(crate) enum Ask {
     /// A router's report, and when it came.
     Demand(DemandReport, Instant, oneshot::Sender<DemandAnswer>),
     /// Explain a model.
     Explain(ModelName, oneshot::Sender<Option<Explanation>>),
+    /// Have a model serve on a node for so long.
+    Place(Place, PlaceAnswer),
     /// The clock jumped: look again what is due.
     Look,
+}
+
+/// A wish that a model serve on a node, for a session that is to move there.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Place {
+    /// Which.
+    pub model: ModelName,
+    /// Where.
+    pub node: NodeName,
+    /// For how long, at most an hour.
+    pub seconds: f64,
 }
 
 /// A way to ask a running operator; cheap to clone.
@@ -48,6 +67,7 @@ impl Handle {
     pub fn routes(&self) -> Router {
         Router::new()
             .route("/operator/v1/demand", post(demand))
+            .route("/operator/v1/place", post(place))
             .route("/operator/v1/explain/{namespace}/{name}", get(explain))
             .with_state(self.clone())
     }
@@ -72,6 +92,16 @@ impl Handle {
         tokio::time::timeout(ANSWER_MAX, answered).await.ok()?.ok()
     }
 
+    /// What `POST /operator/v1/place` does. None: repeat it later.
+    pub async fn place(&self, place: Place) -> Option<Result<(), String>> {
+        if !*self.leads.borrow() {
+            return None;
+        }
+        let (answer, answered) = oneshot::channel();
+        self.asks.try_send(Ask::Place(place, answer)).ok()?;
+        tokio::time::timeout(ANSWER_MAX, answered).await.ok()?.ok()
+    }
+
     /// What `GET /operator/v1/explain/…` does. None: there is no such model.
     pub async fn explain(&self, model: ModelName) -> Option<Explanation> {
         let (answer, answered) = oneshot::channel();
@@ -89,6 +119,19 @@ async fn demand(State(handle): State<Handle>, Json(report): Json<DemandReport>) 
             } else {
                 "this operator does not lead: repeat the report\n"
             };
+            (StatusCode::SERVICE_UNAVAILABLE, [(header::RETRY_AFTER, "1")], why).into_response()
+        }
+    }
+}
+
+async fn place(State(handle): State<Handle>, Json(place): Json<Place>) -> Response {
+    match handle.place(place).await {
+        Some(Ok(())) => Json(serde_json::json!({})).into_response(),
+        Some(Err(message)) => {
+            (StatusCode::CONFLICT, Json(serde_json::json!({ "message": message }))).into_response()
+        }
+        None => {
+            let why = "this operator does not lead, or is behind: repeat it\n";
             (StatusCode::SERVICE_UNAVAILABLE, [(header::RETRY_AFTER, "1")], why).into_response()
         }
     }

@@ -31,6 +31,6 @@ mod status;
 mod story;
 mod writer;
 
-pub use http::Handle;
+pub use http::{Handle, Place};
 pub use service::Operator;
 pub use settings::{Config, Leadership, Settings, SettingsError};

@@ -19,8 +19,8 @@ use pilotlight_api::demand::{DemandAnswer, DemandReport, ModelDemand, Refused};
 use pilotlight_api::node::LEASE_NAMESPACE;
 use pilotlight_api::{Model, ModelNode, ModelReplica};
 use pilotlight_domain::plan::{Plan, Step, plan_some};
-use pilotlight_domain::view::Hold;
-use pilotlight_domain::{ModelName, Timestamp};
+use pilotlight_domain::view::{Hold, Placed};
+use pilotlight_domain::{ModelName, NodeName, Timestamp};
 use pilotlight_kit::clock::Clock;
 use pilotlight_kit::{Backoff, Readiness, Stop};
 use pilotlight_store::{ClusterStore, Filter, Reflected, Typed as _, Verdict, reflect};
@@ -31,7 +31,7 @@ use tokio::time::Instant;
 use crate::agenda::Agenda;
 use crate::apply::{Write, Written, carry_out, render};
 use crate::demand::DemandBook;
-use crate::http::{ASKS_MAX, Ask, Handle};
+use crate::http::{ASKS_MAX, Ask, Handle, Place, PlaceAnswer};
 use crate::index::{Index, Touched};
 use crate::metrics::{Metrics, Shown};
 use crate::settings::Config;
@@ -109,6 +109,7 @@ impl Operator {
             shown: Shown::default(),
             wakes: BTreeMap::new(),
             answers: Vec::new(),
+            placing: Vec::new(),
             backoff: Backoff::new(Duration::from_millis(50), Duration::from_secs(5)),
             retry_at: None,
             seen: Touched::new(),
@@ -138,6 +139,8 @@ struct Service {
     wakes: BTreeMap<ModelName, Instant>,
     /// Routers that wait for an answer, with the models they asked for.
     answers: Vec<(BTreeSet<ModelName>, oneshot::Sender<DemandAnswer>)>,
+    /// Who waits for a model to be ordered to a node.
+    placing: Vec<(ModelName, NodeName, PlaceAnswer)>,
     backoff: Backoff,
     /// After a failed write.
     retry_at: Option<Instant>,
@@ -234,6 +237,7 @@ impl Service {
                 let _gone = answer.send(explain::explain(&self.index.view, &model, last, now));
                 Touched::new()
             }
+            Happened::Ask(Ask::Place(place, answer)) => self.take_place(place, answer, now),
             // Another leader decided meanwhile; look at everything.
             Happened::Leadership => self.index.models().map(|(name, _)| name.clone()).collect(),
             Happened::Ask(Ask::Look) | Happened::Time => Touched::new(),
@@ -272,6 +276,39 @@ impl Service {
         self.answers.retain(|(_, answer)| !answer.is_closed());
         self.answers.push((report.models.iter().map(|model| model.model.clone()).collect(), answer));
         touched
+    }
+
+    fn take_place(&mut self, place: Place, answer: PlaceAnswer, now: Timestamp) -> Touched {
+        let Place { model, node, seconds } = place;
+        let until = now + Duration::from_secs_f64(seconds.clamp(1.0, 3600.0));
+        if self.index.model(&model).is_none() || !self.index.view.pin(&model, &node, until, now) {
+            let _gone = answer.send(Err(format!("there is no Model {model}, or no node {node}")));
+            return Touched::new();
+        }
+        self.placing.retain(|(.., answer)| !answer.is_closed());
+        self.placing.push((model.clone(), node, answer));
+        Touched::from_iter([model])
+    }
+
+    /// Answers those whose orders are written, or cannot be.
+    fn answer_places(&mut self, now: Timestamp) {
+        if self.retry_at.is_some() {
+            return;
+        }
+        for (model, node, answer) in std::mem::take(&mut self.placing) {
+            let serves = |placed: &Placed| placed.hold.serves() && !placed.is_failed();
+            let placed = self.index.view.replica(&model, &node).is_some_and(serves);
+            let _gone = answer.send(if placed { Ok(()) } else { Err(self.why_not(&model, &node, now)) });
+        }
+    }
+
+    fn why_not(&self, model: &ModelName, node: &NodeName, now: Timestamp) -> String {
+        let explained = pilotlight_domain::plan::explain(&self.index.view, model, now);
+        let why = explained.and_then(|e| e.candidates.into_iter().find(|c| c.node == *node)?.why_not);
+        why.map_or_else(
+            || format!("{model} is not to serve on {node}: see `pilotlight explain model {}`", model.name),
+            |why| format!("{model} cannot serve on {node}: {why}"),
+        )
     }
 
     fn serves(&self, name: &ModelName) -> bool {
@@ -318,12 +355,14 @@ impl Service {
         self.metrics.leader.set(f64::from(u8::from(leads)));
         if !leads {
             self.answers.clear();
+            self.placing.clear();
             return;
         }
         if self.retry_at.is_none_or(|at| at <= Instant::now()) {
             self.plan(now).await;
         }
         self.answer();
+        self.answer_places(now);
         self.tell(now);
     }
 

@@ -21,6 +21,9 @@ pub use facts::{
 use crate::replica::Replica;
 use crate::{Generation, ModelName, NodeName, Tier, Timestamp};
 
+/// Nodes that a model is pinned to at once: moves of its sessions end within a minute.
+const PINS_MAX: usize = 16;
+
 /// One order as it stands, and what its agent says of it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Placed {
@@ -51,6 +54,8 @@ pub struct ModelEntry {
     pub facts: Option<ModelFacts>,
     /// What routers say.
     pub demand: Demand,
+    /// Where it shall serve though nobody waits there, and until when: a session is about to move there.
+    pub(crate) pins: Vec<(Slot, Timestamp)>,
     pub(crate) replicas: Vec<(Slot, Placed)>,
 }
 
@@ -162,6 +167,19 @@ impl View {
         if let Some(entry) = self.models.get_mut(name) {
             change(&mut entry.demand);
         }
+    }
+
+    /// Has a model serve on a node until then, whoever asks for it. False: one of the two is not known.
+    pub fn pin(&mut self, model: &ModelName, node: &NodeName, until: Timestamp, now: Timestamp) -> bool {
+        let (Some(&slot), Some(entry)) = (self.slots.get(node), self.models.get_mut(model)) else {
+            return false;
+        };
+        entry.pins.retain(|(at, end)| *at != slot && *end > now);
+        if entry.pins.len() == PINS_MAX {
+            entry.pins.remove(0);
+        }
+        entry.pins.push((slot, until));
+        entry.facts.is_some()
     }
 
     /// Makes an order known, or changes it.

@@ -120,6 +120,10 @@ impl Bench {
         {
             return false;
         }
+        // Once it is here it stays until home is ready: each session chooses for itself.
+        if self.seat(cpu.device).is_some() {
+            return true;
+        }
         let now = Instant::now();
         let first = |worker: &Worker| self.place(worker, target, now).offer(now).first_token(PROMPT_TOKENS);
         first(cpu) < first(home)

@@ -54,6 +54,35 @@ impl<'v> Draft<'v> {
         self.failed(need.model, need.wanted, need.have);
     }
 
+    /// Whether a model shall serve on this node though nobody waits there.
+    pub(super) fn pinned(&self, model: Known<'v>, slot: Slot) -> bool {
+        !model.facts.suspended && model.entry.pins.iter().any(|(at, until)| *at == slot && *until > self.now)
+    }
+
+    /// Orders it to where sessions are about to move, as far as there is room. Gives the end of the first such wish.
+    pub(super) fn place_pins(&mut self, model: Known<'v>) -> Option<Timestamp> {
+        let pins: Vec<(Slot, Timestamp)> =
+            model.entry.pins.iter().copied().filter(|(slot, _)| self.pinned(model, *slot)).collect();
+        let tiers = self.tiers(model);
+        for (slot, _) in &pins {
+            let (Some(fit), verdict) = self.judge(model, *slot, &tiers) else { continue };
+            let victims = match verdict {
+                Ok(()) => Vec::new(),
+                Err(WhyNot::Full(..)) => match self.victims(model, *slot, fit.hold) {
+                    Some(victims) => victims,
+                    None => continue,
+                },
+                Err(_) => continue,
+            };
+            for victim in victims {
+                self.evict(&victim, model.name);
+            }
+            let reason = format!("asked for on this node; {}", fit.estimate);
+            self.raise(model, *slot, fit.hold, &fit.estimate, reason);
+        }
+        pins.into_iter().map(|(_, until)| until).min()
+    }
+
     fn place_one(&mut self, need: &Need<'v>) -> Result<(), Unplaced> {
         let model = need.model;
         let tiers = self.tiers(model);

@@ -38,7 +38,8 @@ impl<'v> Draft<'v> {
         let Known { name, entry, facts } = model;
         self.sweep_impossible(model);
         let serving = self.serving(model);
-        let wanted = wanted(facts, &entry.demand, serving, self.now);
+        let mut wanted = wanted(facts, &entry.demand, serving, self.now);
+        wanted.count += self.pins_served(model);
         let stays = self.count(model, Part::Stays);
         if stays > wanted.count {
             self.let_go(model, stays - wanted.count, wanted.why);
@@ -50,7 +51,7 @@ impl<'v> Draft<'v> {
             self.make_room(model);
         }
 
-        let due = earlier(wanted.due, retry);
+        let due = earlier(earlier(wanted.due, retry), self.place_pins(model));
         let refused = refused(model, wanted);
         let at_rest = wanted.count == 0 && serving.ordered == 0 && due.is_none() && refused.is_none();
         let outlook = (!at_rest).then(|| {
@@ -88,6 +89,13 @@ impl<'v> Draft<'v> {
             };
             Some((slot, placed, part))
         })
+    }
+
+    /// Pinned nodes that serve it already: these come on top of what demand wants.
+    fn pins_served(&self, model: Known<'v>) -> u32 {
+        let served =
+            self.parts(model).filter(|(slot, _, part)| *part == Part::Stays && self.pinned(model, *slot));
+        u32::try_from(served.count()).unwrap_or(u32::MAX)
     }
 
     fn count(&self, model: Known<'v>, part: Part) -> u32 {
@@ -141,7 +149,7 @@ impl<'v> Draft<'v> {
         let mut staying: Vec<(bool, Timestamp, std::cmp::Reverse<usize>, Slot)> = self
             .parts(model)
             .enumerate()
-            .filter(|(_, (.., part))| *part == Part::Stays)
+            .filter(|(_, (slot, _, part))| *part == Part::Stays && !self.pinned(model, *slot))
             .map(|(place, (slot, placed, _))| {
                 (placed.is_ready(), placed.since, std::cmp::Reverse(place), slot)
             })

@@ -26,6 +26,32 @@ fn a_new_model_is_copied_to_the_roomiest_disk() {
 }
 
 #[test]
+fn a_pinned_model_serves_there_too_and_stays_there_when_the_wish_has_ended() {
+    let mut world = World::new()
+        .node("n1", "has=a:host")
+        .node("n2", "")
+        .model("a", "size=1GiB")
+        .serves("a", "n1")
+        .wakes("a", 1)
+        .step()
+        .obey();
+    world.now = world.now + std::time::Duration::from_secs(10);
+    let until = world.now + std::time::Duration::from_secs(60);
+    assert!(world.view.pin(&model("a"), &node("n2"), until, world.now));
+    assert!(!world.view.pin(&model("b"), &node("n2"), until, world.now));
+    let plan = world.plan();
+    let order = plan.steps.iter().find(|step| *step.node() == node("n2")).expect("an order");
+    assert!(order.reason().starts_with("asked for on this node"), "{plan}");
+    assert!(plan.steps.iter().all(|step| *step.node() != node("n1")), "{plan}");
+    assert!(plan.next_due().is_some_and(|due| due <= until));
+    let mut world = world.step().obey();
+    assert!(world.plan().steps.is_empty(), "{}", world.plan());
+    world.now = until;
+    let plan = world.plan();
+    assert!(plan.steps.iter().all(|step| *step.node() == node("n1")), "what served longest goes\n{plan}");
+}
+
+#[test]
 fn many_new_models_are_spread() {
     let mut world = World::new();
     for i in 0..4 {
