@@ -75,7 +75,7 @@ async fn on_runtime(command: Command, filter: String) -> Result<(), Failure> {
         Command::Drain(args) => sessions::drain(args).await,
         Command::Operator(args) => parts::operator(args, Stop::on_signals(GRACE)?).await,
         Command::Router(args) => parts::router(args, Stop::on_signals(GRACE)?).await,
-        Command::Agent(args) => parts::agent(*args, Stop::on_signals(GRACE)?).await,
+        Command::Agent(args) => parts::agent(*args, filter, Stop::on_signals(GRACE)?).await,
         Command::Completions { .. } | Command::Checkpoint(_) | Command::Worker(_) => Ok(()),
     }
 }

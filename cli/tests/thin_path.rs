@@ -188,7 +188,9 @@ async fn a_model_that_can_never_fit_is_refused_with_both_sizes() {
 #[test]
 fn the_demo_answers_and_its_phases_add_up() {
     let output = world::run(&["demo", "--once", "-o", "json"]);
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{errors}");
+    assert!(!errors.contains(" INFO "), "its programs tell what is odd, and nothing else: {errors}");
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
     let phases = report["phases"].as_object().unwrap().values().map(|v| v.as_f64().unwrap());
     let sum: f64 = phases.clone().sum();

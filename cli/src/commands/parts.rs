@@ -79,7 +79,7 @@ pub(crate) async fn router(args: RouterArgs, stop: Stop) -> Result<(), Failure> 
 }
 
 /// Runs a node's agent alone.
-pub(crate) async fn agent(args: AgentArgs, stop: Stop) -> Result<(), Failure> {
+pub(crate) async fn agent(args: AgentArgs, log: String, stop: Stop) -> Result<(), Failure> {
     if args.die_with_parent {
         die_with_parent()?;
     }
@@ -99,9 +99,10 @@ pub(crate) async fn agent(args: AgentArgs, stop: Stop) -> Result<(), Failure> {
         reader: args.offer.reader,
         source_root: Vec::new(),
     };
-    let config = settings
-        .check(WorkerProgram::this_program()?)
-        .map_err(|e| Failure::usage(Failure::from_error(&e).cause()))?;
+    let mut worker = WorkerProgram::this_program()?;
+    // Workers log as their agent does.
+    worker.env.push(("PILOTLIGHT_LOG".into(), log));
+    let config = settings.check(worker).map_err(|e| Failure::usage(Failure::from_error(&e).cause()))?;
     let _held = up::DataDir::take(&data_dir)?;
     Ok(pilotlight_node_agent::run(config, cluster(&args.cluster, "agent").await?, stop).await?)
 }

@@ -246,7 +246,8 @@ impl<'v> Draft<'v> {
         };
         let mut frees = model.facts.claim(hold);
         frees.give_back(after);
-        let last_used = entry.demand.quiet_since.unwrap_or_default().max(placed.since);
+        // Not its readiness, which may be told after the answers that it gave.
+        let last_used = entry.demand.quiet_since.unwrap_or(placed.since);
         Some(Victim { model, slot, last_used, frees, withdraw })
     }
 

@@ -138,6 +138,13 @@ fn the_idle_makes_room_and_the_busy_does_not() {
         "a@n1 disk drain: idle; it makes room for default/c
          c@n1 cpu: woken by a request; 0.7s from disk (read 0.4s, prefill 0.3s), in the place of idle default/a",
     );
+    // a was used after b, though b's readiness was told last.
+    let used = |world: World, name| world.wakes(name, 1).quiet(name);
+    let world = used(full().quiet("c"), "b").after(1.0);
+    used(world, "a").after(1.0).serves("b", "n1").wakes("c", 1).check(
+        "b@n1 disk drain: idle; it makes room for default/c
+         c@n1 cpu: woken by a request; 0.7s from disk (read 0.4s, prefill 0.3s), in the place of idle default/b",
+    );
     full().wakes("a", 1).check(
         "b@n1 disk drain: idle; it makes room for default/c
          c@n1 cpu: woken by a request; 0.7s from disk (read 0.4s, prefill 0.3s), in the place of idle default/b",
