@@ -1,7 +1,7 @@
 //! Choosing a token from logits.
 //!
 //! ```text
-//! logits → penalties, bias → ÷ temperature → top-k → top-p → min-p → one random number decides
+//! logits → penalties, bias → grammar → ÷ temperature → top-k → top-p → min-p → one random number decides
 //! ```
 //!
 //! Random numbers are **counter-based**: that of token *i* is Philox4x32-10 with the seed as key and *i* as counter,
@@ -21,6 +21,8 @@ use std::collections::HashMap;
 use pilotlight_domain::session::{Sampling, TokenId};
 
 pub use philox::uniform;
+
+use crate::text::Mask;
 
 /// Settings with every default filled in.
 #[derive(Clone, Debug, PartialEq)]
@@ -138,13 +140,37 @@ impl Sampler {
         index: u64,
         scratch: &mut SampleScratch,
     ) -> Sampled {
+        self.sample_among(logits, None, history, index, scratch)
+    }
+
+    /// As [`sample`](Self::sample), among the tokens that a grammar allows. If it allows none, it is no help.
+    pub fn sample_among(
+        &self,
+        logits: &[f32],
+        allowed: Option<&Mask>,
+        history: &History,
+        index: u64,
+        scratch: &mut SampleScratch,
+    ) -> Sampled {
         scratch.logits.clear();
         scratch.logits.extend_from_slice(logits);
         self.adjust(&mut scratch.logits, history);
+        if let Some(mask) = allowed {
+            let forbidden =
+                scratch.logits.iter_mut().enumerate().filter(|(id, _)| !mask.allows(*id as TokenId));
+            forbidden.for_each(|(_, logit)| *logit = f32::NEG_INFINITY);
+        }
         let id = if self.temperature > 0.0 && self.temperature.is_finite() {
             self.draw(scratch, uniform(self.seed, index))
         } else {
             greedy(&scratch.logits)
+        };
+        // Where every allowed token is impossible (or no number) the lowest one is taken.
+        let id = match allowed {
+            Some(mask) if !mask.allows(id) => {
+                mask.first().filter(|first| (*first as usize) < logits.len()).unwrap_or(id)
+            }
+            _ => id,
         };
         let logprobs = self.logprobs.map(|count| logprobs(logits, id, count as usize, &mut scratch.order));
         Sampled { id, logprobs }

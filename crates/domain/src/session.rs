@@ -71,6 +71,19 @@ pub struct Sampling {
     pub logprobs: Option<u32>,
     /// Added to logits.
     pub logit_bias: BTreeMap<TokenId, f32>,
+    /// What the text must be; none: anything.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub grammar: Option<Grammar>,
+}
+
+/// What a text must be. Tokens that cannot continue such a text are never chosen, and its end ends the session.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Grammar {
+    /// A JSON object, whatever is in it.
+    JsonObject,
+    /// JSON that this schema describes; the schema as JSON text.
+    JsonSchema(String),
 }
 
 /// A session as the router opens it at an agent, and the agent at a worker.

@@ -382,7 +382,14 @@ impl Entry {
         events: &mut Events,
     ) -> bool {
         let index = self.session.generated().len();
-        let sampled = self.sampler.sample(logits, &self.history, index as u64, scratch);
+        let mask = match self.session.mask() {
+            Ok(mask) => mask,
+            Err(refusal) => {
+                events.push((self.session.key, refusal.into_event()));
+                return true;
+            }
+        };
+        let sampled = self.sampler.sample_among(logits, mask.as_ref(), &self.history, index as u64, scratch);
         self.history.push(sampled.id);
         let said = self.session.push(sampled.id, text);
         let logprobs = logprobs(&sampled, text);

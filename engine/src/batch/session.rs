@@ -11,7 +11,7 @@ use pilotlight_domain::session::{
 };
 
 use crate::protocol::SessionKey;
-use crate::text::{ModelText, TextStream, Tokenizer};
+use crate::text::{Constraint, Mask, ModelText, TextStream, Tokenizer};
 
 /// Stop strings of one session. Each is looked for after each token.
 const STOPS_MAX: usize = 64;
@@ -77,13 +77,20 @@ pub(crate) struct Prepared {
     pub(crate) spec: SessionSpec,
     /// The prompt.
     pub(crate) prompt: Vec<TokenId>,
+    /// The specification's grammar, before the first generated token.
+    pub(crate) constraint: Option<Constraint>,
 }
 
 impl Prepared {
     /// Takes the input away from the specification: the ids replace it.
     pub(crate) fn new(key: SessionKey, mut spec: SessionSpec, prompt: Vec<TokenId>) -> Self {
         spec.input = Input::Tokens(Vec::new());
-        Prepared { key, spec, prompt }
+        Prepared { key, spec, prompt, constraint: None }
+    }
+
+    /// With its grammar.
+    pub(crate) fn constrained(self, constraint: Option<Constraint>) -> Self {
+        Prepared { constraint, ..self }
     }
 }
 
@@ -112,6 +119,7 @@ pub(crate) struct Session {
     /// Whether it is KV memory here that sets the limit, and not the request or the model.
     limit_is_memory: bool,
     text: TextStream,
+    constraint: Option<Constraint>,
 }
 
 impl Session {
@@ -124,7 +132,7 @@ impl Session {
         text: &ModelText,
         limits: &Limits,
     ) -> Result<(Self, Option<FinishReason>), Refusal> {
-        let Prepared { key, spec, prompt } = prepared;
+        let Prepared { key, spec, prompt, constraint } = prepared;
         check_sampling(&spec.sampling, text, limits)?;
         check_ids(&prompt, &spec.generated, limits)?;
         let context = limits.context_here();
@@ -143,6 +151,7 @@ impl Session {
             limit,
             limit_is_memory,
             text: stream,
+            constraint,
         };
         if limit == 0 {
             return Ok((session, Some(FinishReason::Length)));
@@ -160,7 +169,12 @@ impl Session {
         limits: &Limits,
     ) -> Result<Option<FinishReason>, Refusal> {
         for &id in ids {
-            match self.push(id, text).end {
+            let end = self.push(id, text).end;
+            if let Some(why) = self.constraint.as_ref().and_then(Constraint::broken) {
+                let message = format!("the tokens generated so far do not follow `response_format`: {why}");
+                return Err(Refusal::bad_request(message));
+            }
+            match end {
                 // Elsewhere it may go on.
                 Some(FinishReason::Length) if self.limit_is_memory => {
                     let message = format!(
@@ -205,14 +219,19 @@ impl Session {
     /// Takes the next generated token.
     pub(crate) fn push(&mut self, id: TokenId, text: &ModelText) -> Said {
         self.generated.push(id);
-        let is_end = !self.sampling.ignore_eos && text.end_tokens().binary_search(&id).is_ok();
+        let complete = self.constraint.as_mut().is_some_and(|constraint| {
+            constraint.push(id);
+            constraint.is_complete()
+        });
+        let is_end_token = text.end_tokens().binary_search(&id).is_ok();
+        let is_end = is_end_token && (!self.sampling.ignore_eos || complete);
         let at_limit = self.generated.len() >= self.limit;
         let Some(tokenizer) = text.tokenizer() else {
             let end = is_end.then_some(FinishReason::Stop).or(at_limit.then_some(FinishReason::Length));
             return Said { text: String::new(), end };
         };
-        let (said, stopped) = self.say(id, is_end, at_limit, tokenizer);
-        let end = if is_end || stopped {
+        let (said, stopped) = self.say(id, is_end, at_limit || complete, tokenizer);
+        let end = if is_end || stopped || complete {
             Some(FinishReason::Stop)
         } else {
             at_limit.then_some(FinishReason::Length)
@@ -220,8 +239,19 @@ impl Session {
         Said { text: said, end }
     }
 
+    /// The tokens that may come next; none: any.
+    ///
+    /// # Errors
+    /// When the grammar is too costly to tell.
+    pub(crate) fn mask(&mut self) -> Result<Option<Mask>, Refusal> {
+        let Some(constraint) = &mut self.constraint else { return Ok(None) };
+        constraint.mask().map(Some).map_err(|why| {
+            Refusal::bad_request(format!("`response_format` cannot be followed any further: {why}"))
+        })
+    }
+
     /// The text of the newest token, and whether a stop string is complete. What is held back goes with the last one.
-    fn say(&mut self, id: TokenId, is_end: bool, at_limit: bool, tokenizer: &Tokenizer) -> (String, bool) {
+    fn say(&mut self, id: TokenId, is_end: bool, is_last: bool, tokenizer: &Tokenizer) -> (String, bool) {
         let mut said = String::new();
         if !is_end {
             let filtered = self.text.push(tokenizer, id);
@@ -230,7 +260,7 @@ impl Session {
             }
             said = filtered.text;
         }
-        if !(is_end || at_limit) {
+        if !(is_end || is_last) {
             return (said, false);
         }
         let rest = self.text.finish(tokenizer);

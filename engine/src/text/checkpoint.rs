@@ -5,12 +5,14 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::OnceLock;
 
 use pilotlight_domain::Timestamp;
-use pilotlight_domain::session::{Input, TokenId};
+use pilotlight_domain::session::{Grammar, Input, TokenId};
 use serde_json::Value;
 
-use super::{ChatTemplate, TextError, Tokenizer};
+use super::grammar::Vocabulary;
+use super::{ChatTemplate, Constraint, GrammarError, TextError, Tokenizer};
 
 /// What `generation_config.json` says about sampling; none where it says nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -35,6 +37,8 @@ pub struct ModelText {
     template: Result<ChatTemplate, String>,
     end_tokens: Vec<TokenId>,
     defaults: SamplingDefaults,
+    /// Made when the first grammar is asked for.
+    vocabulary: OnceLock<Vocabulary>,
 }
 
 impl ModelText {
@@ -67,7 +71,8 @@ impl ModelText {
             Some(source) => ChatTemplate::compile(&source, special_tokens).map_err(|error| error.to_string()),
             None => Err("the model has no chat template: send a prompt to /v1/completions, or put chat_template.jinja into its checkpoint".into()),
         };
-        Ok(ModelText { tokenizer, template, end_tokens, defaults: sampling_defaults(&generation) })
+        let (defaults, vocabulary) = (sampling_defaults(&generation), OnceLock::new());
+        Ok(ModelText { tokenizer, template, end_tokens, defaults, vocabulary })
     }
 
     /// The tokenizer, if the checkpoint has one.
@@ -83,6 +88,22 @@ impl ModelText {
     /// The checkpoint's own sampling parameters.
     pub fn defaults(&self) -> SamplingDefaults {
         self.defaults
+    }
+
+    /// A grammar over this model's tokens. Takes a while: not for the step thread.
+    ///
+    /// # Errors
+    /// When the grammar, or this model, cannot be used so; the message is for the caller.
+    pub fn constraint(&self, grammar: &Grammar) -> Result<Constraint, GrammarError> {
+        let tokenizer = self.tokenizer.as_ref().ok_or(GrammarError::NoTokenizer)?;
+        let vocabulary = match self.vocabulary.get() {
+            Some(made) => made,
+            None => {
+                let made = Vocabulary::new(tokenizer, &self.end_tokens)?;
+                self.vocabulary.get_or_init(|| made)
+            }
+        };
+        vocabulary.compile(grammar)
     }
 
     /// The ids of a prompt.

@@ -3,6 +3,7 @@
 //! ```text
 //! Input ── template ──► text ── tokenizer ──► prompt ids          (once for each session, on a text thread)
 //! generated id ── detokeniser ──► text ── stop filter ──► event   (once for each token, on the step thread)
+//! grammar ── compiled ──► constraint ── mask ──► sampling           (compiled on a text thread; a mask for each token)
 //! ```
 //!
 //! Invariant: the text of token *i* is a function of the generated ids up to *i* and of the stop strings, and of
@@ -13,6 +14,7 @@
 
 mod checkpoint;
 mod decode;
+mod grammar;
 mod stop;
 mod stream;
 mod template;
@@ -20,6 +22,7 @@ mod tokenizer;
 
 pub use checkpoint::{ModelText, SamplingDefaults};
 pub use decode::{Detokenizer, Pieces};
+pub use grammar::{Constraint, GrammarError, Mask};
 pub use stop::{Filtered, StopFilter};
 pub use stream::TextStream;
 pub use template::ChatTemplate;

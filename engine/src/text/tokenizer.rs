@@ -11,6 +11,9 @@ use tokenizers::Tokenizer as Inner;
 
 use super::{Pieces, TextError};
 
+/// Ids that are looked at one by one.
+const IDS_MAX: TokenId = 1 << 20;
+
 /// Text to ids and back.
 pub struct Tokenizer {
     inner: Inner,
@@ -56,6 +59,13 @@ impl Tokenizer {
     /// The id of a token by its exact name, such as `</s>`.
     pub fn id_of(&self, token: &str) -> Option<TokenId> {
         self.inner.token_to_id(token)
+    }
+
+    /// Ids are below this; some may have no token.
+    pub fn ids(&self) -> TokenId {
+        let highest = self.inner.get_vocab(true).into_values().max();
+        // A file may name any id; a vocabulary of more than a million tokens is none.
+        highest.map_or(0, |id| id.saturating_add(1)).min(IDS_MAX)
     }
 
     /// Whether the tokenizer knows it as a special token.

@@ -15,7 +15,7 @@ use pilotlight_domain::session::{SessionSpec, TokenId};
 use super::load::Built;
 use crate::frame::{self, FrameError};
 use crate::protocol::{FromWorker, ModelKey, SessionKey, ToWorker};
-use crate::text::ModelText;
+use crate::text::{Constraint, ModelText};
 
 /// Control that may wait. Commands are about 100 bytes; a start carries a prompt (16 MiB at most, some KiB as a rule).
 const CONTROL_MAX: usize = 64;
@@ -37,8 +37,8 @@ pub(super) enum Control {
     Text(ModelKey, Arc<ModelText>),
     /// By a load thread, last: the model, or why there is none and that nothing of it is mapped any more.
     Loaded(ModelKey, Result<Box<Built>, String>),
-    /// By a text thread.
-    Prompt(SessionKey, Box<SessionSpec>, Result<Vec<TokenId>, String>),
+    /// By a text thread: the prompt's ids, and the grammar if there is one.
+    Prompt(SessionKey, Box<SessionSpec>, Result<(Vec<TokenId>, Option<Constraint>), String>),
 }
 
 /// What the step thread does next.

@@ -207,4 +207,7 @@ fn starts_up(agent: &UnixStream, takes: Duration) -> io::Result<bool> {
 }
 
 #[cfg(test)]
+pub(crate) use load::chain;
+
+#[cfg(test)]
 mod tests;

@@ -1,4 +1,4 @@
-//! The text threads: prompts become ids away from the step thread, since a long one takes a while.
+//! The text threads: prompts become ids, and grammars are compiled, away from the step thread, since that takes a while.
 
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -6,13 +6,13 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
-use pilotlight_domain::session::SessionSpec;
+use pilotlight_domain::session::{SessionSpec, TokenId};
 
 use super::clock;
 use super::exchange::{Control, Exchange};
 use super::load::chain;
 use crate::protocol::SessionKey;
-use crate::text::ModelText;
+use crate::text::{Constraint, ModelText};
 
 /// Two, so that one prompt of 16 MiB (seconds of tokenizing) does not hold up all others.
 const THREADS: usize = 2;
@@ -43,10 +43,13 @@ fn serve_one(receiver: &Mutex<Receiver<Prompt>>, exchange: &Exchange) -> bool {
     let next = receiver.lock().unwrap_or_else(PoisonError::into_inner).recv();
     let Ok(Prompt { session, spec, text }) = next else { return false };
     // Tokenizers and templates are data from outside, run by libraries: their panics end one session, not all.
-    let ids = catch_unwind(AssertUnwindSafe(|| text.prompt_ids(&spec.input, clock::now())));
-    let ids = match ids {
-        Ok(ids) => ids.map_err(|error| chain(&error)),
-        Err(_) => Err("the tokenizer cannot take this prompt".into()),
-    };
-    exchange.submit(Control::Prompt(session, spec, ids))
+    let read = catch_unwind(AssertUnwindSafe(|| read(&spec, &text)));
+    let read = read.unwrap_or_else(|_| Err("the tokenizer cannot take this request".into()));
+    exchange.submit(Control::Prompt(session, spec, read))
+}
+
+fn read(spec: &SessionSpec, text: &ModelText) -> Result<(Vec<TokenId>, Option<Constraint>), String> {
+    let ids = text.prompt_ids(&spec.input, clock::now()).map_err(|error| chain(&error))?;
+    let constraint = spec.sampling.grammar.as_ref().map(|grammar| text.constraint(grammar));
+    Ok((ids, constraint.transpose().map_err(|error| chain(&error))?))
 }

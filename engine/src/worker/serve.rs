@@ -20,7 +20,7 @@ use super::prepare::Prompt;
 use crate::batch::{Batch, BatchSettings, Events, Prepared, Refusal};
 use crate::model::Cpu;
 use crate::protocol::{FromWorker, ModelKey, SessionKey, ToWorker};
-use crate::text::ModelText;
+use crate::text::{Constraint, ModelText};
 
 /// Sessions that may wait for a model to be ready: as many as may wait for a slot.
 const EARLY_MAX: usize = 256;
@@ -179,9 +179,9 @@ impl Desk {
             Control::Text(model, text) => self.text_is_there(model, &text),
             Control::Loaded(model, Ok(built)) => self.loaded(model, *built),
             Control::Loaded(model, Err(message)) => self.load_failed(model, message),
-            Control::Prompt(session, spec, ids) => {
+            Control::Prompt(session, spec, read) => {
                 self.prompt_bytes -= prompt_bytes(&spec);
-                self.prompt_is_there(session, *spec, ids);
+                self.prompt_is_there(session, *spec, read);
             }
         }
     }
@@ -352,9 +352,11 @@ impl Desk {
 
     /// Has a prompt turned into ids; ids as they are take no detour.
     fn tokenize(&mut self, session: SessionKey, mut spec: Box<SessionSpec>, text: &Arc<ModelText>) {
-        if let Input::Tokens(ids) = &mut spec.input {
+        if let Input::Tokens(ids) = &mut spec.input
+            && spec.sampling.grammar.is_none()
+        {
             let ids = std::mem::take(ids);
-            self.prompt_is_there(session, *spec, Ok(ids));
+            self.prompt_is_there(session, *spec, Ok((ids, None)));
             return;
         }
         let bytes = prompt_bytes(&spec);
@@ -371,14 +373,19 @@ impl Desk {
         }
     }
 
-    fn prompt_is_there(&mut self, session: SessionKey, spec: SessionSpec, ids: Result<Vec<TokenId>, String>) {
+    fn prompt_is_there(
+        &mut self,
+        session: SessionKey,
+        spec: SessionSpec,
+        read: Result<(Vec<TokenId>, Option<Constraint>), String>,
+    ) {
         // Cancelled, or its model is gone.
         let Some(model) = self.sessions.get(&session) else { return };
-        let ids = match ids {
-            Ok(ids) => ids,
+        let (ids, constraint) = match read {
+            Ok(read) => read,
             Err(message) => return self.refuse(session, Refusal::bad_request(message)),
         };
-        let prepared = Prepared::new(session, spec, ids);
+        let prepared = Prepared::new(session, spec, ids).constrained(constraint);
         let mut events = Events::new();
         match self.models.get_mut(model) {
             Some(Slot::Serving(serving)) => {

@@ -13,7 +13,8 @@ use serde::de::{DeserializeSeed, Deserializer, Error as _, IgnoredAny, MapAccess
 use super::error::ApiError;
 use super::request::{Request, SESSIONS_MAX, Task};
 use super::wire::{
-    Asks, LogitBias, MessagesSeed, PROMPTS_MAX, Prompt, STOPS_MAX, Seed, Stop, StreamOptions, Trail, TypeTag,
+    Asks, LogitBias, MessagesSeed, PROMPTS_MAX, Prompt, ResponseFormat, STOPS_MAX, Seed, Stop, StreamOptions,
+    Trail,
 };
 
 /// Log-probabilities of that many alternatives at most: OpenAI's bound for chat.
@@ -107,6 +108,7 @@ struct Raw {
     logprobs_completion: Option<u32>,
     top_logprobs: Option<u32>,
     logit_bias: Option<LogitBias>,
+    response_format: Option<ResponseFormat>,
     ignore_eos: Option<bool>,
     stream: Option<bool>,
     stream_options: Option<StreamOptions>,
@@ -143,6 +145,7 @@ impl Raw {
             "logprobs" => self.logprobs_completion = map.next_value()?,
             "top_logprobs" if chat => self.top_logprobs = map.next_value()?,
             "logit_bias" => self.logit_bias = map.next_value()?,
+            "response_format" => self.response_format = map.next_value()?,
             "ignore_eos" => self.ignore_eos = map.next_value()?,
             "stream" => self.stream = map.next_value()?,
             "stream_options" => self.stream_options = map.next_value()?,
@@ -227,6 +230,7 @@ impl Raw {
             ignore_eos: self.ignore_eos.unwrap_or(false),
             logprobs: self.logprobs()?,
             logit_bias: self.logit_bias.as_ref().map(|b| b.0.clone()).unwrap_or_default(),
+            grammar: self.response_format.as_ref().and_then(|format| format.0.clone()),
         })
     }
 
@@ -274,10 +278,6 @@ fn neutral<'de, A: MapAccess<'de>>(chat: bool, key: &str, map: &mut A) -> Result
         "service_tier" => match map.next_value::<Option<String>>()?.as_deref() {
             None | Some("auto" | "default") => {}
             Some(_) => return refused("a service tier other than `auto` and `default`"),
-        },
-        "response_format" => match map.next_value::<Option<TypeTag>>()? {
-            Some(tag) if tag.0 != "text" => return refused("a response format other than `text`"),
-            _ => {}
         },
         "modalities" => match map.next_value::<Option<Vec<String>>>()? {
             Some(list) if list.iter().any(|m| m != "text") => return refused("a modality other than `text`"),

@@ -7,7 +7,7 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::fmt;
 
-use pilotlight_domain::session::{Input, Message, TokenId};
+use pilotlight_domain::session::{Grammar, Input, Message, TokenId};
 use serde::Deserialize;
 use serde::de::{self, DeserializeSeed, Deserializer, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
@@ -21,6 +21,9 @@ pub(super) const PROMPTS_MAX: usize = 128;
 pub(super) const STOPS_MAX: usize = 16;
 /// Entries of `logit_bias`; OpenAI takes 300. 4,096 × about 48 bytes ≈ 200 KiB.
 const BIASES_MAX: usize = 4_096;
+
+/// Bytes of a JSON schema, as engines take it.
+const SCHEMA_BYTES_MAX: usize = 64 << 10;
 
 /// Where the reader is: names the parameter of an error.
 #[derive(Default)]
@@ -186,28 +189,43 @@ impl<'de> Deserialize<'de> for Asks {
     }
 }
 
-/// The `type` of an object such as `response_format`, and nothing else of it.
-pub(super) struct TypeTag(pub(super) String);
+/// `response_format`: what the answer's text must be; none where it is `text`.
+pub(super) struct ResponseFormat(pub(super) Option<Grammar>);
 
-impl<'de> Deserialize<'de> for TypeTag {
+#[derive(Deserialize)]
+struct JsonSchema {
+    schema: Option<serde_json::Value>,
+}
+
+impl<'de> Deserialize<'de> for ResponseFormat {
     fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
-        struct V;
-        impl<'de> Visitor<'de> for V {
-            type Value = TypeTag;
-            expects!("an object with a `type`");
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<TypeTag, A::Error> {
-                let mut tag = None;
-                while let Some(key) = map.next_key::<String>()? {
-                    if key == "type" {
-                        tag = Some(map.next_value::<String>()?);
-                    } else {
-                        map.next_value::<IgnoredAny>()?;
-                    }
-                }
-                tag.map(TypeTag).ok_or_else(|| A::Error::custom("`type` is missing"))
-            }
+        #[derive(Deserialize)]
+        struct Fields {
+            r#type: String,
+            json_schema: Option<JsonSchema>,
         }
-        d.deserialize_map(V)
+        let fields = Fields::deserialize(d)?;
+        let grammar = match fields.r#type.as_str() {
+            "text" => None,
+            "json_object" => Some(Grammar::JsonObject),
+            "json_schema" => {
+                let schema = fields.json_schema.and_then(|given| given.schema);
+                let schema = schema.ok_or_else(|| D::Error::custom("`json_schema.schema` is missing"))?;
+                let text = schema.to_string();
+                if text.len() > SCHEMA_BYTES_MAX {
+                    let message =
+                        format_args!("the schema has more than {SCHEMA_BYTES_MAX} bytes").to_string();
+                    return Err(D::Error::custom(message));
+                }
+                Some(Grammar::JsonSchema(text))
+            }
+            other => {
+                let message =
+                    format!("type `{other}` is not supported; use text, json_object or json_schema");
+                return Err(D::Error::custom(message));
+            }
+        };
+        Ok(ResponseFormat(grammar))
     }
 }
 

@@ -1,4 +1,4 @@
-use pilotlight_domain::session::{Input, Retry, Sampling, SessionSpec, Usage};
+use pilotlight_domain::session::{Grammar, Input, Retry, Sampling, SessionSpec, Usage};
 use proptest::prelude::*;
 
 use super::*;
@@ -38,9 +38,9 @@ impl World {
     }
 
     fn start(&mut self, key: u64, spec: SessionSpec) {
-        let Input::Tokens(prompt) = spec.input.clone() else { panic!("ids") };
         let mut events = Events::new();
-        self.batch.start(Prepared::new(SessionKey(key), spec, prompt), &mut events);
+        let prepared = prepared(&self.batch, SessionKey(key), spec);
+        self.batch.start(prepared, &mut events);
         self.take(events);
     }
 
@@ -71,14 +71,26 @@ impl World {
     }
 }
 
+/// As a text thread prepares it.
+fn prepared(batch: &Batch, key: SessionKey, spec: SessionSpec) -> Prepared {
+    let Input::Tokens(prompt) = spec.input.clone() else { panic!("ids") };
+    let constraint = spec.sampling.grammar.as_ref().map(|grammar| batch.text.constraint(grammar).unwrap());
+    Prepared::new(key, spec, prompt).constrained(constraint)
+}
+
 fn prompt(seed: u64, len: usize) -> Input {
     let mut random = fastrand::Rng::with_seed(seed);
     Input::Tokens((0..len).map(|_| random.u32(3..1024)).collect())
 }
 
+/// Its texts end after some ten tokens, whatever the model would say.
+const SCHEMA: &str = r#"{"type":"object","properties":{"name":{"type":"string","maxLength":9},
+    "age":{"type":"integer","minimum":1,"maximum":199},"tall":{"type":"boolean"}},
+    "required":["name","age","tall"],"additionalProperties":false}"#;
+
 /// Sessions of every kind, different from one another.
 fn mixed(i: u64) -> SessionSpec {
-    let sampling = match i % 4 {
+    let sampling = match i % 5 {
         0 => Sampling { temperature: Some(0.0), max_tokens: Some(30), ..Sampling::default() },
         1 => Sampling {
             temperature: Some(1.3),
@@ -98,10 +110,17 @@ fn mixed(i: u64) -> SessionSpec {
             max_tokens: Some(25),
             ..Sampling::default()
         },
-        _ => Sampling {
+        3 => Sampling {
             seed: i,
             logprobs: Some(2),
             logit_bias: [(1, 3.0)].into(),
+            max_tokens: Some(60),
+            ..Sampling::default()
+        },
+        _ => Sampling {
+            seed: i,
+            grammar: Some(Grammar::JsonSchema(SCHEMA.into())),
+            ignore_eos: i.is_multiple_of(2),
             max_tokens: Some(60),
             ..Sampling::default()
         },
@@ -163,7 +182,7 @@ fn scarce_memory_never_shows() {
 
 #[test]
 fn replay_from_any_place_says_the_rest() {
-    for i in 0..4 {
+    for i in 0..5 {
         let whole = alone(mixed(i));
         let count = whole.tokens.len();
         for cut in (0..=count).step_by(3).chain([count]) {
@@ -174,6 +193,22 @@ fn replay_from_any_place_says_the_rest() {
             assert_eq!(rest.tokens, whole.tokens[cut..], "session {i} from {cut}");
             assert_eq!(rest.last, whole.last, "session {i} from {cut}");
         }
+    }
+}
+
+#[test]
+fn a_grammar_is_followed_and_its_end_is_the_sessions() {
+    for i in [4, 9, 14] {
+        let said = alone(mixed(i));
+        let (reason, usage) = said.done().unwrap();
+        assert_eq!((reason, usage.completion_tokens as usize), (FinishReason::Stop, said.tokens.len()));
+        let value: serde_json::Value = serde_json::from_str(&said.text()).unwrap();
+        assert!(value["name"].is_string() && value["tall"].is_boolean(), "{value}");
+        // What it could not have said is not taken for its own.
+        let mut world = World::roomy();
+        world.start(1, SessionSpec { generated: vec![500, 501], ..mixed(i) });
+        let Some(SessionEvent::Failed { code, message, .. }) = &world.log.of(1).last else { panic!() };
+        assert!(*code == FailureCode::BadRequest && message.contains("response_format"), "{message}");
     }
 }
 

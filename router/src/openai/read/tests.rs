@@ -1,4 +1,4 @@
-use pilotlight_domain::session::{Input, Message};
+use pilotlight_domain::session::{Grammar, Input, Message};
 
 use super::*;
 
@@ -80,6 +80,7 @@ fn every_parameter_arrives() {
         r#""max_completion_tokens":5,"temperature":0.5,"top_p":0.9,"top_k":40,"min_p":0.1,"seed":-1,"n":2,
            "frequency_penalty":1,"presence_penalty":-1,"repetition_penalty":1.1,"stop":["a","b"],"logprobs":true,
            "top_logprobs":3,"logit_bias":{"17":-100,"4":1.5},"ignore_eos":true,"stream":true,
+           "response_format":{"type":"json_schema","json_schema":{"name":"a","strict":true,"schema":{"type":"object"}}},
            "stream_options":{"include_usage":true},"user":"u","metadata":{"a":"b"},"store":false,"tools":[]"#,
     )
     .unwrap();
@@ -100,8 +101,22 @@ fn every_parameter_arrives() {
             ignore_eos: true,
             logprobs: Some(3),
             logit_bias: [(4, 1.5), (17, -100.0)].into(),
+            grammar: Some(Grammar::JsonSchema(r#"{"type":"object"}"#.into())),
         }
     );
+}
+
+#[test]
+fn a_response_format_is_text_or_json() {
+    let grammar = |format: &str| with(&format!(r#""response_format":{format}"#)).unwrap().sampling.grammar;
+    assert_eq!(grammar("null"), None);
+    assert_eq!(grammar(r#"{"type":"text"}"#), None);
+    assert_eq!(grammar(r#"{"type":"json_object"}"#), Some(Grammar::JsonObject));
+    let long = format!(
+        r#""response_format":{{"type":"json_schema","json_schema":{{"schema":{{"title":"{}"}}}}}}"#,
+        "x".repeat(70_000)
+    );
+    assert_eq!(with(&long).unwrap_err().param.as_deref(), Some("response_format"));
 }
 
 #[test]
@@ -170,7 +185,9 @@ fn what_is_wrong_or_not_supported_is_named() {
         (r#""stream":"yes""#, "stream"),
         (r#""stream_options":{"include_usage":true}"#, "stream_options"),
         (r#""stream":true,"stream_options":{"more":true}"#, "stream_options"),
-        (r#""response_format":{"type":"json_object"}"#, "response_format"),
+        (r#""response_format":{"type":"xml"}"#, "response_format"),
+        (r#""response_format":{"type":"json_schema"}"#, "response_format"),
+        (r#""response_format":{"type":"json_schema","json_schema":{"name":"a"}}"#, "response_format"),
         (r#""response_format":{}"#, "response_format"),
         (r#""tools":[{"type":"function"}]"#, "tools"),
         (r#""functions":[{}]"#, "functions"),

@@ -18,8 +18,9 @@ impl Pair {
     fn open(&mut self, device: usize, spec: SessionSpec) -> SessionKey {
         self.next_key += 1;
         let key = SessionKey(2 * self.next_key + device as u64);
-        let Input::Tokens(prompt) = spec.input.clone() else { panic!("ids") };
-        self.worlds[device].batch.start(Prepared::new(key, spec, prompt), &mut self.said);
+        let batch = &mut self.worlds[device].batch;
+        let prepared = prepared(batch, key, spec);
+        batch.start(prepared, &mut self.said);
         key
     }
 
