@@ -8,7 +8,7 @@ use super::draft::{Draft, Known, placed_at};
 use crate::estimate::{Estimate, SIZE_DEFAULT, Seconds, estimate};
 use crate::replica::{Cause, Replica};
 use crate::view::{
-    Accelerator, Claim, Device, DeviceFacts, Hold, ModelFacts, NodeFacts, NodeState, Slot, View,
+    Accelerator, Claim, Device, DeviceFacts, Hold, ModelFacts, NodeFacts, NodeState, Placed, Slot, View,
 };
 use crate::{Bandwidth, ByteCount, Tier};
 
@@ -190,6 +190,17 @@ impl<'v> Draft<'v> {
             .and_then(|()| room(claim, Claim::default(), capacity, largest(node)))
             .and_then(|()| room(claim, others, capacity, largest(node)));
         (Some(fit), verdict)
+    }
+
+    /// What an order to serve from the CPU becomes where its node has an accelerator for it by now, and room.
+    pub(super) fn better_device(&self, model: Known<'v>, slot: Slot, placed: &Placed) -> Option<Hold> {
+        let node = self.node(slot).facts.as_ref()?;
+        allowed(node, model.facts).ok()?;
+        let (hold, _) = cheapest(node, model.facts, Tier::Host)?;
+        let mut others = self.claimed(slot);
+        others.give_back(self.own_claim(model, slot));
+        let fits = room(model.facts.claim(hold), others, node.capacity(), largest(node)).is_ok();
+        (placed.hold == Hold::Serve(Device::Cpu) && hold != placed.hold && fits).then_some(hold)
     }
 
     /// Neither serving there, nor just failed there.

@@ -204,15 +204,21 @@ impl<'v> Draft<'v> {
         due
     }
 
-    /// Orders whose content is not what the Model says now.
+    /// Orders whose content is not what the Model says now, or whose node has a better device by now.
     fn drifted(&mut self, model: Known<'v>) {
         for (slot, placed) in model.entry.replicas() {
             let lost = self.node(slot).state() == NodeState::Lost;
             let failed = placed.is_failed() && placed.hold.serves();
-            if placed.content == model.facts.content || lost || failed || self.is_changed(model.name, slot) {
+            if lost || failed || self.is_changed(model.name, slot) {
                 continue;
             }
-            self.order(model, slot, placed.hold, false, "its Model's spec changed".into());
+            let better = self.better_device(model, slot, placed);
+            if placed.content != model.facts.content {
+                let hold = better.unwrap_or(placed.hold);
+                self.order(model, slot, hold, false, "its Model's spec changed".into());
+            } else if let Some(hold) = better {
+                self.order(model, slot, hold, false, "its node has an accelerator for it now".into());
+            }
         }
     }
 

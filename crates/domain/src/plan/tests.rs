@@ -26,6 +26,17 @@ fn a_new_model_is_copied_to_the_roomiest_disk() {
 }
 
 #[test]
+fn an_order_rises_to_the_accelerator_that_its_node_has_by_now() {
+    World::new()
+        .node("n1", "gpu=8GiB")
+        .model("a", "size=1GiB")
+        .serves("a", "n1")
+        .wakes("a", 1)
+        .check("a@n1 gpu: its node has an accelerator for it now");
+    World::new().node("n1", "gpu=1MiB").model("a", "size=1GiB").serves("a", "n1").wakes("a", 1).check("");
+}
+
+#[test]
 fn a_pinned_model_serves_there_too_and_stays_there_when_the_wish_has_ended() {
     let mut world = World::new()
         .node("n1", "has=a:host")
