@@ -10,30 +10,13 @@
 
 mod world;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use futures::future::join_all;
 use http_body_util::BodyExt as _;
 use serde_json::{Value, json};
-use world::{PATIENCE, Up, alive, demo_model, model, signal};
-
-/// The demo model with room for long answers: positions are computed, so that its weights do not change.
-fn long_model(folder: &Path) -> PathBuf {
-    let made = folder.join("long");
-    std::fs::create_dir(&made).unwrap();
-    for file in std::fs::read_dir(demo_model()).unwrap() {
-        let file = file.unwrap();
-        if file.file_type().unwrap().is_file() {
-            std::fs::copy(file.path(), made.join(file.file_name())).unwrap();
-        }
-    }
-    let config = std::fs::read_to_string(made.join("config.json")).unwrap();
-    let mut config: Value = serde_json::from_str(&config).unwrap();
-    config["max_position_embeddings"] = json!(8192);
-    std::fs::write(made.join("config.json"), config.to_string()).unwrap();
-    made
-}
+use world::{PATIENCE, Up, alive, long_model, model, signal};
 
 /// Everything that a stream said of its choices.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -207,47 +190,42 @@ async fn round(up: &Up, kinds: &[(Value, Said)], dice: &mut Dice, kill: impl FnO
     moved
 }
 
+/// A worker that dies again and again is started later and later, up to ten seconds: a fresh agent starts at once.
+const ROUNDS_OF_AN_AGENT: u64 = 6;
+
 #[tokio::test]
 async fn streams_survive_their_worker() {
     let dir = tempfile::tempdir().unwrap();
-    let up = Up::start(&[]);
-    up.apply(&[model("demo", &long_model(dir.path()), json!({}))]);
-    let kinds = kinds(&up).await;
-    let mut dice = Dice(seed());
-    let (rounds, mut moved) = (rounds(4), 0);
-    for n in 0..rounds {
-        let worker = up.children("--device cpu");
-        moved += round(&up, &kinds, &mut dice, || {
-            for pid in worker.iter().filter(|pid| alive(**pid)) {
-                signal(*pid, "KILL");
-            }
-        })
-        .await;
-        if n % 20 == 19 {
-            eprintln!("{} rounds, {moved} sessions recovered", n + 1);
+    let long = long_model(dir.path());
+    let (rounds, mut dice) = (rounds(4), Dice(seed()));
+    let (mut undisturbed, mut moved) = (Vec::new(), 0);
+    for first in (0..rounds).step_by(usize::try_from(ROUNDS_OF_AN_AGENT).unwrap()) {
+        let up = Up::start(&[]);
+        up.apply(&[model("demo", &long, json!({}))]);
+        if undisturbed.is_empty() {
+            undisturbed = kinds(&up).await;
         }
+        for _ in first..rounds.min(first + ROUNDS_OF_AN_AGENT) {
+            let worker = up.children("--device cpu");
+            moved += round(&up, &undisturbed, &mut dice, || {
+                for pid in worker.iter().filter(|pid| alive(**pid)) {
+                    signal(*pid, "KILL");
+                }
+            })
+            .await;
+        }
+        up.stop();
+        eprintln!("{} rounds, {moved} sessions recovered", rounds.min(first + ROUNDS_OF_AN_AGENT));
     }
-    eprintln!(
-        "{rounds} rounds of four answers, {moved} sessions recovered, none lost a token or said one twice"
-    );
     assert!(moved > 0, "nobody was hit");
-    up.stop();
 }
 
 /// Three nodes, the model ready on two of them.
 async fn three_nodes(folder: &Path) -> Up {
     let up = Up::start(&["--nodes", "3"]);
     up.apply(&[model("demo", &long_model(folder), json!({ "minReplicas": 2, "maxReplicas": 2 }))]);
-    up.until("demo", "two ready replicas", |_| ready_nodes(&up).len() == 2).await;
+    up.until_ready("demo", 2).await;
     up
-}
-
-/// Where the model is ready.
-fn ready_nodes(up: &Up) -> Vec<String> {
-    let list: Value = serde_json::from_str(&up.ok(&["get", "replicas", "-o", "json"])).unwrap();
-    let ready = |r: &&Value| r["status"]["phase"] == "Ready";
-    let node = |r: &Value| r["spec"]["nodeName"].as_str().unwrap().to_owned();
-    list["items"].as_array().unwrap().iter().filter(ready).map(node).collect()
 }
 
 fn text(value: &Value) -> &str {
@@ -256,7 +234,7 @@ fn text(value: &Value) -> &str {
 
 /// An answer that takes long enough to be moved about.
 fn long() -> Value {
-    json!({ "model": "demo", "prompt": "ROMEO:", "max_tokens": 4000, "ignore_eos": true, "temperature": 0.9,
+    json!({ "model": "demo", "prompt": "ROMEO:", "max_tokens": 2500, "ignore_eos": true, "temperature": 0.9,
             "seed": 4 })
 }
 
@@ -281,7 +259,7 @@ async fn a_session_migrates_and_a_node_drains() {
     let mut stream = Stream::open(&up, &long()).await;
     stream.until(20).await;
     let from = text(&sessions(&up, &stream.id)["node"]).to_owned();
-    let to = ready_nodes(&up).into_iter().find(|node| *node != from).unwrap();
+    let to = up.ready_nodes().into_iter().find(|node| *node != from).unwrap();
     let id = stream.id.clone();
     let command = ["migrate", &id, "--to", &to, "-o", "json"];
     let (said, (moved, out, err)) = tokio::join!(stream.rest(), aside(&up, &command));
@@ -313,6 +291,28 @@ async fn a_session_migrates_and_a_node_drains() {
     up.ok(&["drain", &node, "--undo"]);
     let (_, _, err) = aside(&up, &["migrate", "nobody", "--to", &to]).await;
     assert!(err.starts_with("error: no session `nobody` is known"), "{err}");
+    up.stop();
+}
+
+#[tokio::test]
+async fn a_session_migrates_to_a_node_that_has_not_loaded_its_model() {
+    let dir = tempfile::tempdir().unwrap();
+    let up = Up::start(&["--nodes", "2"]);
+    up.apply(&[model("demo", &long_model(dir.path()), json!({}))]);
+    let body = long();
+    let undisturbed = answer(&up, &body).await;
+    let mut stream = Stream::open(&up, &body).await;
+    stream.until(20).await;
+    let id = stream.id.clone();
+    let from = text(&sessions(&up, &id)["node"]).to_owned();
+    let to = if from == "node-1" { "node-2" } else { "node-1" };
+    assert_eq!(up.ready_nodes(), [from.clone()]);
+    let command = ["migrate", &id, "--to", to];
+    let (said, (moved, out, err)) = tokio::join!(stream.rest(), aside(&up, &command));
+    assert!(moved, "{err}\n{}", up.log());
+    assert!(out.starts_with(&format!("session {id} moved from {from} to {to}: ")), "{out}");
+    eprintln!("{out}");
+    assert_eq!(said, undisturbed);
     up.stop();
 }
 

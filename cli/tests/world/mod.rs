@@ -164,6 +164,27 @@ impl Up {
         }
     }
 
+    /// The nodes where a model is ready.
+    pub fn ready_nodes(&self) -> Vec<String> {
+        let list: Value = serde_json::from_str(&self.ok(&["get", "replicas", "-o", "json"])).unwrap();
+        let ready = |r: &&Value| r["status"]["phase"] == "Ready";
+        let node = |r: &Value| r["spec"]["nodeName"].as_str().unwrap().to_owned();
+        list["items"].as_array().unwrap().iter().filter(ready).map(node).collect()
+    }
+
+    /// Waits until the only model is ready on so many nodes.
+    pub async fn until_ready(&self, model: &str, nodes: usize) -> Vec<String> {
+        self.until(model, "ready replicas", |_| self.ready_nodes().len() == nodes).await;
+        self.ready_nodes()
+    }
+
+    /// Reads a JSON document.
+    pub async fn get(&self, path: &str) -> Value {
+        let answer = self.send("GET", path, Bytes::new()).await;
+        let bytes = answer.into_body().collect().await.unwrap().to_bytes();
+        serde_json::from_slice(&bytes).unwrap()
+    }
+
     /// Sends a request; the body comes as it comes.
     pub async fn send(&self, method: &str, path: &str, body: impl Into<Bytes>) -> http::Response<Incoming> {
         let request = http::Request::builder()
@@ -347,5 +368,22 @@ pub fn heavy_model(folder: &Path, name: &str, mebibytes: usize) -> PathBuf {
     bytes.extend_from_slice(&weights[header_end..]);
     bytes.extend(name.bytes().cycle().take(ballast));
     std::fs::write(made.join("model.safetensors"), bytes).unwrap();
+    made
+}
+
+/// The demo model with room for long answers: positions are computed, so that its weights do not change.
+pub fn long_model(folder: &Path) -> PathBuf {
+    let made = folder.join("long");
+    std::fs::create_dir(&made).unwrap();
+    for file in std::fs::read_dir(demo_model()).unwrap() {
+        let file = file.unwrap();
+        if file.file_type().unwrap().is_file() {
+            std::fs::copy(file.path(), made.join(file.file_name())).unwrap();
+        }
+    }
+    let config = std::fs::read_to_string(made.join("config.json")).unwrap();
+    let mut config: Value = serde_json::from_str(&config).unwrap();
+    config["max_position_embeddings"] = json!(8192);
+    std::fs::write(made.join("config.json"), config.to_string()).unwrap();
     made
 }
