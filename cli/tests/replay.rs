@@ -306,7 +306,7 @@ async fn a_session_migrates_to_a_node_that_has_not_loaded_its_model() {
     let id = stream.id.clone();
     let from = text(&sessions(&up, &id)["node"]).to_owned();
     let to = if from == "node-1" { "node-2" } else { "node-1" };
-    assert_eq!(up.ready_nodes(), [from.clone()]);
+    assert_eq!(up.ready_nodes(), std::slice::from_ref(&from));
     let command = ["migrate", &id, "--to", to];
     let (said, (moved, out, err)) = tokio::join!(stream.rest(), aside(&up, &command));
     assert!(moved, "{err}\n{}", up.log());
