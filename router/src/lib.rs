@@ -13,7 +13,7 @@
 //!                     │
 //!      ┌──────────► hold (hold): wait for a place ───503 queue_full, hold_expired, suspended, no_capacity, draining
 //!      │              │    └─ demand: the operator hears that the model is wanted ──POST──► operator
-//!      │            pick a replica: two drawn, the less loaded taken
+//!      │            pick a replica: by prefix or session header, else of two drawn the less loaded
 //!      │              │
 //!      └─ again ◄── open the session (upstream) ──POST──► agent
 //!      before the     │                                      │

@@ -12,8 +12,9 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
+use http::HeaderName;
 use pilotlight_api::conditions::ConditionStatus;
-use pilotlight_api::model::{ColdStartPolicy, Task as ApiTask};
+use pilotlight_api::model::{ColdStartPolicy, Strategy, Task as ApiTask};
 use pilotlight_api::replica::Device;
 use pilotlight_api::{ConditionKind, Hold, Model, ModelNode, ModelPhase, ModelReplica, Reason, ReplicaPhase};
 use pilotlight_domain::ModelName;
@@ -21,6 +22,9 @@ use pilotlight_store::{Reflected, Stored};
 
 use crate::openai::Task;
 use crate::openai::models::ModelObject;
+
+/// More places on the ring spread no better.
+const POINTS_EACH_MAX: u32 = 1_024;
 
 /// A ModelReplica, by namespace and name.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -45,6 +49,14 @@ pub(crate) struct ModelView {
     pub(crate) retries: u32,
     pub(crate) verdict: Verdict,
     pub(crate) terms: Terms,
+    pub(crate) balance: Balance,
+    strategy: Strategy,
+    /// Characters of a prompt's beginning that decide on its replica.
+    pub(crate) prefix_chars: usize,
+    /// The header whose value pins to a replica.
+    pub(crate) session_header: Option<HeaderName>,
+    /// Of requests that name none.
+    pub(crate) priority: i32,
 }
 
 /// Whether a model may be asked at all.
@@ -67,6 +79,17 @@ pub(crate) struct Terms {
     pub(crate) hold_max: Duration,
     /// Requests that wait for a place, for each ready replica.
     pub(crate) queue_per_replica_max: u32,
+}
+
+/// How sessions are spread over a model's replicas.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Balance {
+    /// Instead of by load.
+    pub(crate) in_turn: bool,
+    /// A replica above this percentage of the mean load is passed over by affinity.
+    pub(crate) mean_load_percent: u32,
+    /// Places of each replica on the ring.
+    pub(crate) points_each: u32,
 }
 
 /// A ModelReplica as the queue needs it.
@@ -94,6 +117,7 @@ pub(crate) struct ReplicaView {
 pub(crate) struct Standing {
     pub(crate) verdict: Verdict,
     pub(crate) terms: Terms,
+    pub(crate) balance: Balance,
     /// Those that sessions may be opened at.
     pub(crate) replicas: Vec<Arc<ReplicaView>>,
 }
@@ -148,7 +172,7 @@ impl Registry {
         };
         let keys = self.by_model.get(model).into_iter().flatten();
         let replicas = keys.filter_map(|key| self.replicas.get(key)).filter(serves).cloned().collect();
-        Some(Standing { verdict: view.verdict.clone(), terms: view.terms, replicas })
+        Some(Standing { verdict: view.verdict.clone(), terms: view.terms, balance: view.balance, replicas })
     }
 
     /// Whether such a node has been heard of.
@@ -346,6 +370,15 @@ impl ModelView {
         (self.created_seconds, &self.served_name, &self.aliases)
     }
 
+    /// Whether equal beginnings of prompts go to the same replica.
+    pub(crate) fn keeps_prefixes(&self, task: Task) -> bool {
+        match self.strategy {
+            Strategy::Auto => task == Task::Chat,
+            Strategy::PrefixAffinity => true,
+            Strategy::LeastLoad | Strategy::RoundRobin => false,
+        }
+    }
+
     /// Whether it may be asked that.
     pub(crate) fn takes(&self, task: Task) -> bool {
         self.tasks.contains(&match task {
@@ -426,6 +459,15 @@ fn model_view(model: &Model) -> Option<ModelView> {
             hold_max: seconds(spec.cold_start.max_hold_seconds),
             queue_per_replica_max: count(spec.routing.max_queue_per_replica),
         },
+        balance: Balance {
+            in_turn: spec.routing.strategy == Strategy::RoundRobin,
+            mean_load_percent: count(spec.routing.prefix.mean_load_percent),
+            points_each: count(spec.routing.prefix.replication).clamp(1, POINTS_EACH_MAX),
+        },
+        strategy: spec.routing.strategy,
+        prefix_chars: count(spec.routing.prefix.chars) as usize,
+        session_header: spec.routing.session_header.parse().ok(),
+        priority: spec.priority,
         name,
     })
 }

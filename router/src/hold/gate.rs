@@ -4,17 +4,27 @@
 //! Invariant: decisions are sent while the queue is locked, so a ticket that finds itself released, and is dropped,
 //! always finds the place that it must give back.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pilotlight_domain::ModelName;
 use tokio::sync::{Notify, oneshot};
 use tokio::time::Instant;
 
-use super::queue::{Bounds, Effect, Entry, Queue, Rank, Refusal};
+use super::queue::{Bounds, Effect, Entry, Queue, Rank, Refusal, Turn};
 use crate::metrics::Metrics;
 use crate::registry::{ReplicaView, Standing};
 
-type Decision = Result<(Arc<ReplicaView>, Instant), Refusal>;
+/// Who may go where.
+#[derive(Debug)]
+struct Release {
+    replica: Arc<ReplicaView>,
+    accepting_since: Instant,
+    turn: Turn,
+    tokens: u64,
+}
+
+type Decision = Result<Release, Refusal>;
 type Waiter = oneshot::Sender<Decision>;
 
 /// The hold queue with its waiters.
@@ -51,8 +61,10 @@ impl Gate {
         for effect in effects {
             // Its ticket leaves the queue before it drops the other end.
             let _always_received = match effect {
-                Effect::Release { who, replica, accepting_since } => who.send(Ok((replica, accepting_since))),
-                Effect::Refuse { who, why } => who.send(Err(why)),
+                Effect::Release { who, replica, accepting_since, turn, tokens } => {
+                    who.send(Ok(Release { replica, accepting_since, turn, tokens })).is_ok()
+                }
+                Effect::Refuse { who, why } => who.send(Err(why)).is_ok(),
             };
         }
         let (held, bytes) = queue.held();
@@ -76,7 +88,15 @@ impl Gate {
     pub(crate) fn take(self: &Arc<Self>, model: &ModelName, replica: &Arc<ReplicaView>) -> Place {
         self.change(|queue, _, _| queue.taken(&replica.key));
         let accepting_since = Instant::now();
-        Place { gate: self.clone(), model: model.clone(), replica: replica.clone(), accepting_since }
+        let replica = replica.clone();
+        Place {
+            gate: self.clone(),
+            model: model.clone(),
+            replica,
+            accepting_since,
+            turn: None,
+            tokens: 0.into(),
+        }
     }
 
     /// The cluster changed.
@@ -129,7 +149,8 @@ impl Gate {
 pub(crate) struct Ticket {
     gate: Arc<Gate>,
     model: ModelName,
-    rank: Rank,
+    /// None: it was refused at once.
+    rank: Option<Rank>,
     cold: bool,
     /// None once it was taken.
     decision: Option<oneshot::Receiver<Decision>>,
@@ -141,20 +162,20 @@ impl Ticket {
         self.cold
     }
 
-    /// To come back with, after a try that failed.
-    pub(crate) fn rank(&self) -> Rank {
-        self.rank
-    }
-
     /// Waits for a place. Dropping it half-way leaves the line.
     pub(crate) async fn place(mut self) -> Result<Place, Refusal> {
         let Some(decision) = self.decision.as_mut() else { return Err(Refusal::Gone) };
         let decided = decision.await;
         self.decision = None;
         match decided {
-            Ok(Ok((replica, accepting_since))) => {
-                Ok(Place { gate: self.gate.clone(), model: self.model.clone(), replica, accepting_since })
-            }
+            Ok(Ok(Release { replica, accepting_since, turn, tokens })) => Ok(Place {
+                gate: self.gate.clone(),
+                model: self.model.clone(),
+                replica,
+                accepting_since,
+                turn: Some(Box::new(turn)),
+                tokens: tokens.into(),
+            }),
             Ok(Err(why)) => Err(why),
             Err(_gate_is_gone) => Err(Refusal::Draining),
         }
@@ -165,10 +186,11 @@ impl Drop for Ticket {
     fn drop(&mut self) {
         let Some(mut decision) = self.decision.take() else { return };
         self.gate.change(|queue, now, out| {
-            if queue.leave(&self.model, self.rank) {
+            if self.rank.is_some_and(|rank| queue.leave(&self.model, rank)) {
                 return;
             }
-            if let Ok(Ok((replica, _))) = decision.try_recv() {
+            if let Ok(Ok(Release { replica, tokens, .. })) = decision.try_recv() {
+                queue.prefilled(&replica.key, tokens);
                 queue.freed(&self.model, &replica.key, now, &mut dice, out);
             }
         });
@@ -183,9 +205,21 @@ pub(crate) struct Place {
     pub(crate) replica: Arc<ReplicaView>,
     /// Since when the model has a replica that accepts.
     pub(crate) accepting_since: Instant,
+    /// To come back with, after a try that failed.
+    pub(crate) turn: Option<Box<Turn>>,
+    /// Of a prompt that is still to be prefilled.
+    tokens: AtomicU64,
 }
 
 impl Place {
+    /// The session's first token is there.
+    pub(crate) fn prefilled(&self) {
+        let tokens = self.tokens.swap(0, Ordering::Relaxed);
+        if tokens > 0 {
+            self.gate.change(|queue, _, _| queue.prefilled(&self.replica.key, tokens));
+        }
+    }
+
     /// The replica could not be reached.
     pub(crate) fn unreachable(&self) {
         self.gate.change(|queue, now, _| queue.unreachable(&self.replica.key, now));
@@ -199,7 +233,9 @@ impl Place {
 
 impl Drop for Place {
     fn drop(&mut self) {
+        let tokens = *self.tokens.get_mut();
         self.gate.change(|queue, now, out| {
+            queue.prefilled(&self.replica.key, tokens);
             queue.freed(&self.model, &self.replica.key, now, &mut dice, out);
         });
     }
@@ -248,7 +284,7 @@ mod tests {
         let gate = gate();
         gate.told(&model(), Some(standing(vec![])));
         let mut entry = entry(Instant::now());
-        entry.wait_max = Some(Duration::from_millis(20));
+        entry.until = Some(Instant::now() + Duration::from_millis(20));
         let ticket = gate.enter(&model(), entry);
         let refused = tokio::select! {
             refused = ticket.place() => refused.unwrap_err(),

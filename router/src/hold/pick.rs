@@ -1,75 +1,200 @@
-//! Which replica takes a session: of two drawn by chance, the one with less to do.
+//! Which replica takes a session.
 //!
-//! Power of two choices is nearly as even as always taking the least loaded one, and does not send everybody to the
-//! same replica between two reports.
+//! With an affinity: the first one on the [ring](super::ring) that has a place and less than its bounded share of the
+//! load. Else, of two drawn by chance, the one with less to do: power of two choices is nearly as even as always
+//! taking the least loaded one, and does not send everybody to the same replica between two reports.
 //!
-//! It deliberately does **not** know prefixes or session headers yet; both go in front of the draw.
+//! Invariants: nobody is refused by affinity, for of the replicas with a place one is always within its share; no
+//! replica gets more than its slots from here.
 
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use tokio::time::Instant;
 
-use crate::registry::{ReplicaKey, ReplicaView};
+use super::load::Load;
+use super::ring::Ring;
+use crate::registry::{Balance, ReplicaKey, ReplicaView};
 
 /// Sessions opened at a replica whose slots are not known yet, because it is still loading; they wait at the agent.
 /// The others wait here, where a second replica could still take them. 8 × a 16 MiB body = 128 MiB at the agent.
 const PENDING_SESSIONS_MAX: u32 = 8;
-
-/// What this router knows of a replica's load by itself.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Load {
-    /// Sessions open from here.
-    pub(super) sessions: u32,
-    /// Not to be tried before: it could not be reached.
-    pub(super) down_until: Option<Instant>,
-    /// Failures to reach it, one after the other.
-    pub(super) failures: u32,
-}
-
-impl Load {
-    pub(super) fn is_down(&self, now: Instant) -> bool {
-        self.down_until.is_some_and(|until| now < until)
-    }
-}
 
 /// How many sessions this router opens at a replica at once.
 fn limit(replica: &ReplicaView) -> u32 {
     if replica.slots > 0 { replica.slots } else { PENDING_SESSIONS_MAX }
 }
 
+/// What a choice is made of.
+pub(super) struct Field<'a> {
+    pub(super) replicas: &'a [Arc<ReplicaView>],
+    pub(super) ring: &'a Ring,
+    pub(super) balance: Balance,
+    /// Counts the choices in turn.
+    pub(super) turn: &'a Cell<usize>,
+    pub(super) loads: &'a HashMap<ReplicaKey, Load>,
+}
+
 /// A replica with a place, or none. Ready ones come first: where there is one, nobody waits for a load, though it
-/// may be full at the moment. `avoid` is taken only where there is no other.
+/// may be full at the moment. Those of `avoid` are taken only where there is no other.
 pub(super) fn pick<'a>(
-    replicas: &'a [Arc<ReplicaView>],
-    loads: &HashMap<ReplicaKey, Load>,
-    avoid: Option<&ReplicaKey>,
+    field: &Field<'a>,
+    affinity: Option<u64>,
+    avoid: &[ReplicaKey],
     now: Instant,
     dice: &mut dyn FnMut(usize) -> usize,
 ) -> Option<&'a Arc<ReplicaView>> {
-    let load = |r: &ReplicaView| loads.get(&r.key);
-    let up: Vec<_> = replicas.iter().filter(|r| load(r).is_none_or(|l| !l.is_down(now))).collect();
-    let any_ready = up.iter().any(|r| r.ready);
-    let sessions = |r: &ReplicaView| load(r).map_or(0, |l| l.sessions);
-    let mut open: Vec<_> =
-        up.into_iter().filter(|r| r.ready == any_ready && sessions(r) < limit(r)).collect();
-    if open.len() > 1 {
-        open.retain(|r| Some(&r.key) != avoid);
+    let Field { replicas, ring, balance, turn, loads } = *field;
+    let load = |at: usize| loads.get(&replicas[at].key);
+    let sessions = |at: usize| load(at).map_or(0, |l| l.sessions);
+    let up: Vec<usize> = (0..replicas.len()).filter(|&at| load(at).is_none_or(|l| !l.is_down(now))).collect();
+    let any_ready = up.iter().any(|&at| replicas[at].ready);
+    let has_place = |at: usize| replicas[at].ready == any_ready && sessions(at) < limit(&replicas[at]);
+    let mut open: Vec<usize> = up.into_iter().filter(|&at| has_place(at)).collect();
+    if open.iter().any(|&at| !avoid.contains(&replicas[at].key)) {
+        open.retain(|&at| !avoid.contains(&replicas[at].key));
     }
-    match open.len() {
-        0 => None,
-        1 => Some(open[0]),
-        count => {
-            let one = dice(count);
-            // Another one than the first.
-            let two = (one + 1 + dice(count - 1)) % count;
-            let (one, two) = (open[one], open[two]);
-            // sessions / limit, compared without dividing.
-            let (a, b) = (
-                u64::from(sessions(one)) * u64::from(limit(two)),
-                u64::from(sessions(two)) * u64::from(limit(one)),
-            );
-            Some(if b < a { two } else { one })
+    if open.len() < 2 {
+        return open.first().map(|&at| &replicas[at]);
+    }
+    if let Some(key) = affinity {
+        let within = shares(&open, balance.mean_load_percent, |at| (sessions(at), limit(&replicas[at])));
+        if let Some(at) = ring.find(key, |at| within.contains(&at)) {
+            return Some(&replicas[at]);
         }
+    }
+    if balance.in_turn {
+        turn.set(turn.get().wrapping_add(1));
+        return Some(&replicas[open[turn.get() % open.len()]]);
+    }
+    let one = dice(open.len());
+    // Another one than the first.
+    let two = (one + 1 + dice(open.len() - 1)) % open.len();
+    let (one, two) = (open[one], open[two]);
+    // weight / limit, compared without dividing.
+    let burden = |at: usize, other: usize| {
+        u128::from(load(at).map_or(0, Load::weight)) * u128::from(limit(&replicas[other]))
+    };
+    Some(&replicas[if burden(two, one) < burden(one, two) { two } else { one }])
+}
+
+/// Those of `open` that may take one more session: with it they have at most `percent` of the mean load, weighted by
+/// their limits. At least one may: the least loaded one is not above the mean.
+fn shares(open: &[usize], percent: u32, load: impl Fn(usize) -> (u32, u32)) -> Vec<usize> {
+    let (mut sessions, mut limits) = (1u64, 0u64);
+    for &at in open {
+        let (own, limit) = load(at);
+        sessions += u64::from(own);
+        limits += u64::from(limit);
+    }
+    let may = |&at: &usize| {
+        let (own, limit) = load(at);
+        let share = (sessions * u64::from(limit) * u64::from(percent.max(100))).div_ceil(limits.max(1) * 100);
+        u64::from(own) < share
+    };
+    open.iter().copied().filter(may).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BALANCE: Balance = Balance { in_turn: false, mean_load_percent: 125, points_each: 256 };
+
+    #[test]
+    fn somebody_is_always_within_the_share_and_nobody_goes_above_it() {
+        for seed in 0..500 {
+            let mut rng = fastrand::Rng::with_seed(seed);
+            let count = rng.usize(2..10);
+            let limits: Vec<u32> = (0..count).map(|_| rng.u32(1..40)).collect();
+            let mut own = vec![0u32; count];
+            for _ in 0..200 {
+                let open: Vec<usize> = (0..count).filter(|&at| own[at] < limits[at]).collect();
+                if open.is_empty() {
+                    break;
+                }
+                let within = shares(&open, 125, |at| (own[at], limits[at]));
+                let total: u32 = open.iter().map(|&at| own[at]).sum::<u32>() + 1;
+                let room: u32 = open.iter().map(|&at| limits[at]).sum();
+                let at = *rng.choice(&within).unwrap_or_else(|| panic!("seed {seed}: {own:?} of {limits:?}"));
+                own[at] += 1;
+                let share = 1.25 * f64::from(total) * f64::from(limits[at]) / f64::from(room);
+                assert!(f64::from(own[at]) < share + 1.0, "seed {seed}: {own:?} of {limits:?}");
+                // Somebody leaves now and then.
+                if rng.u8(0..4) == 0 {
+                    let gone = rng.usize(0..count);
+                    own[gone] = own[gone].saturating_sub(1);
+                }
+            }
+        }
+    }
+
+    struct World {
+        replicas: Vec<Arc<ReplicaView>>,
+        loads: HashMap<ReplicaKey, Load>,
+        turn: Cell<usize>,
+    }
+
+    impl World {
+        fn new(count: u32, slots: u32) -> Self {
+            let replica = |n| Arc::new(ReplicaView::fixture(&format!("r{n}"), true, slots));
+            World { replicas: (0..count).map(replica).collect(), loads: HashMap::new(), turn: Cell::new(0) }
+        }
+
+        fn pick(&mut self, balance: Balance, affinity: Option<u64>, avoid: &[ReplicaKey]) -> Option<String> {
+            let ring = Ring::new(&self.replicas, balance.points_each);
+            let field = Field {
+                replicas: &self.replicas,
+                ring: &ring,
+                balance,
+                turn: &self.turn,
+                loads: &self.loads,
+            };
+            let picked = pick(&field, affinity, avoid, Instant::now(), &mut |n| n - 1)?.key.clone();
+            self.loads.entry(picked.clone()).or_default().sessions += 1;
+            Some(picked.0)
+        }
+    }
+
+    #[test]
+    fn the_same_prefix_stays_until_its_replica_has_its_share() {
+        let mut w = World::new(4, 100);
+        let picked: Vec<String> = (0..40).map(|_| w.pick(BALANCE, Some(7), &[]).unwrap()).collect();
+        let home = &picked[0];
+        let own = picked.iter().filter(|p| *p == home).count();
+        // 125 % of 40 / 4, and no more.
+        assert!((10..=13).contains(&own), "{own}: {picked:?}");
+        // With others' load about it stays at home.
+        let mut w = World::new(4, 100);
+        for replica in w.replicas.clone() {
+            w.loads.entry(replica.key.clone()).or_default().sessions = 20;
+        }
+        assert!((0..8).all(|_| w.pick(BALANCE, Some(7), &[]).as_ref() == Some(home)));
+    }
+
+    #[test]
+    fn full_ones_and_those_to_avoid_are_passed_over() {
+        let mut w = World::new(2, 1);
+        let first = w.pick(BALANCE, Some(1), &[]).unwrap();
+        let second = w.pick(BALANCE, Some(1), &[]).unwrap();
+        assert_ne!(first, second);
+        assert_eq!(w.pick(BALANCE, Some(1), &[]), None);
+        let mut w = World::new(3, 9);
+        let avoid = [ReplicaKey("r0".into()), ReplicaKey("r2".into())];
+        assert!((0..4).all(|_| w.pick(BALANCE, None, &avoid).as_deref() == Some("r1")));
+        let all = [ReplicaKey("r0".into()), ReplicaKey("r1".into()), ReplicaKey("r2".into())];
+        assert!(w.pick(BALANCE, None, &all).is_some());
+    }
+
+    #[test]
+    fn queued_prompts_weigh_and_turns_are_taken() {
+        let mut w = World::new(2, 100);
+        w.loads.entry(ReplicaKey("r0".into())).or_default().queued_tokens = 5_000;
+        assert!((0..9).all(|_| w.pick(BALANCE, None, &[]).as_deref() == Some("r1")));
+        let in_turn = Balance { in_turn: true, ..BALANCE };
+        let mut w = World::new(3, 100);
+        let picked: Vec<String> = (0..6).map(|_| w.pick(in_turn, None, &[]).unwrap()).collect();
+        assert_eq!(picked, ["r1", "r2", "r0", "r1", "r2", "r0"]);
     }
 }

@@ -12,53 +12,38 @@
 //! ready replica and one with; when the regime changes a fresh one starts, so that a request held through a cold
 //! start is not shed when its replica appears.
 //!
-//! Order: first come, first served. [`Rank`] is where priority bands and fairness flows will stand before the
-//! number. A request that comes back after a failed try keeps its rank.
+//! Order: [priority bands, flows that take turns, first come](super::line). Where there is no room, those of negative
+//! priority are shed for those of a higher one.
 //!
 //! It deliberately does **not** read clocks, draw numbers or wake tasks: `now`, `dice` and the waiters' handles `W`
 //! are given to it.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use pilotlight_domain::ModelName;
 use tokio::time::Instant;
 
-use super::pick::{Load, pick};
-use crate::registry::{ReplicaKey, ReplicaView, Standing, Terms, Verdict};
-
-/// A place in the order of a line.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) struct Rank(u64);
-
-/// Somebody who wants a place at a replica.
-#[derive(Clone, Debug)]
-pub(crate) struct Entry {
-    /// When its budget began.
-    pub(crate) since: Instant,
-    /// Shortens both budgets.
-    pub(crate) wait_max: Option<Duration>,
-    /// What it keeps in memory while it waits.
-    pub(crate) bytes: u64,
-    /// Further sessions of a request that was admitted are not counted again.
-    pub(crate) counted: bool,
-    /// Otherwise it is refused where it would have to wait for a load.
-    pub(crate) may_hold: bool,
-    /// The rank that it had before a try that failed.
-    pub(crate) rank: Option<Rank>,
-    /// The replica of that try.
-    pub(crate) avoid: Option<ReplicaKey>,
-    /// What went wrong then; told if its budget ends.
-    pub(crate) note: Option<String>,
-}
+use super::line::Line;
+pub(crate) use super::line::{Entry, Rank, Turn};
+use super::load::Load;
+use super::pick::{Field, pick};
+use crate::registry::{ReplicaKey, ReplicaView, Standing, Verdict};
 
 /// Why somebody gets no place.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Refusal {
-    Full { held: u32 },
+    Full {
+        held: u32,
+    },
     Bytes,
-    Expired { cold: bool, note: Option<String> },
+    /// It made room for one of a higher priority.
+    Shed,
+    Expired {
+        cold: bool,
+        note: Option<String>,
+    },
     Rejected,
     Failed(String),
     Suspended,
@@ -74,32 +59,13 @@ pub(crate) enum Effect<W> {
         who: W,
         replica: Arc<ReplicaView>,
         accepting_since: Instant,
+        turn: Turn,
+        tokens: u64,
     },
     Refuse {
         who: W,
         why: Refusal,
     },
-}
-
-#[derive(Debug)]
-struct Waiter<W> {
-    who: W,
-    since: Instant,
-    wait_max: Option<Duration>,
-    bytes: u64,
-    counted: bool,
-    avoid: Option<ReplicaKey>,
-    note: Option<String>,
-}
-
-#[derive(Debug)]
-struct Line<W> {
-    standing: Standing,
-    /// Since when there is a replica that accepts.
-    accepting_since: Option<Instant>,
-    waiting: BTreeMap<Rank, Waiter<W>>,
-    /// Waiters that count against the bound.
-    counted: u32,
 }
 
 /// How the process's bounds are set.
@@ -111,15 +77,6 @@ pub(crate) struct Bounds {
     pub(crate) queue_max: Duration,
 }
 
-/// A replica that could not be reached is left alone that long, doubling. A worker's restart takes about as long as
-/// the first; an agent that does not come back is removed by the operator before the last.
-const DOWN_MIN: Duration = Duration::from_millis(100);
-const DOWN_MAX: Duration = Duration::from_secs(5);
-
-/// Further choices of a request that is being answered wait for the earlier ones, which may take as long as answers
-/// take: ten minutes is the default time-out of one.
-const FOLLOW_MAX: Duration = Duration::from_secs(600);
-
 /// See the module. Methods that may let somebody go push to `out`.
 #[derive(Debug)]
 pub(crate) struct Queue<W> {
@@ -128,7 +85,7 @@ pub(crate) struct Queue<W> {
     loads: HashMap<ReplicaKey, Load>,
     held: usize,
     bytes: u64,
-    next_rank: u64,
+    number: u64,
     draining: bool,
     /// Nothing is due before this; it may be early.
     due: Option<Instant>,
@@ -142,14 +99,14 @@ impl<W> Queue<W> {
             loads: HashMap::new(),
             held: 0,
             bytes: 0,
-            next_rank: 0,
+            number: 0,
             draining: false,
             due: None,
         }
     }
 
-    /// Wants a place. Gives its rank, and whether no replica is ready. If `who` got a place at once, or has been
-    /// refused, that is the last of the effects.
+    /// Wants a place. Gives its rank if it was let in, and whether no replica is ready. What becomes of `who` at once
+    /// is among the effects.
     pub(crate) fn enter(
         &mut self,
         model: &ModelName,
@@ -158,69 +115,92 @@ impl<W> Queue<W> {
         now: Instant,
         dice: &mut dyn FnMut(usize) -> usize,
         out: &mut Vec<Effect<W>>,
-    ) -> (Rank, bool) {
-        let rank = entry.rank.unwrap_or(Rank(self.next_rank));
-        self.next_rank += u64::from(entry.rank.is_none());
-        let Some(line) = self.lines.get_mut(model) else {
-            out.push(Effect::Refuse { who, why: Refusal::Gone });
-            return (rank, true);
-        };
-        let cold = line.is_cold();
-        let (bytes, counted) = (entry.bytes, entry.counted);
-        let refusal = match &line.standing.verdict {
-            _ if self.draining => Some(Refusal::Draining),
-            Verdict::Open => None,
-            // What serves still serves.
-            Verdict::Failed(_) if !line.standing.replicas.is_empty() => None,
-            verdict => Some(refusal_of(verdict)),
-        };
-        if let Some(why) = refusal {
+    ) -> (Option<Rank>, bool) {
+        let cold = self.lines.get(model).is_none_or(Line::is_cold);
+        // An answer that has begun is finished.
+        let draining = (self.draining && entry.counted).then_some(Refusal::Draining);
+        if let Some(why) = draining.or_else(|| self.turned_away(model)) {
             out.push(Effect::Refuse { who, why });
-            return (rank, cold);
+            return (None, cold);
         }
-        let waiter = Waiter {
-            who,
-            since: entry.since,
-            wait_max: entry.wait_max,
-            bytes,
-            counted,
-            avoid: entry.avoid,
-            note: entry.note,
-        };
-        // Whether it may wait, should it have to.
-        let why = match () {
-            () if cold && !entry.may_hold => Some(Refusal::Rejected),
-            () if counted && entry.rank.is_none() && line.counted >= line.counted_max() => {
-                Some(Refusal::Full { held: line.counted })
-            }
-            () if self.bytes.saturating_add(bytes) > self.bounds.bytes_max => Some(Refusal::Bytes),
-            () => None,
-        };
-        let deadline = line.deadline(&waiter, self.bounds);
-        line.waiting.insert(rank, waiter);
-        line.counted += u32::from(counted);
+        let Some(line) = self.lines.get_mut(model) else { return (None, cold) };
+        let (bytes, may_hold, is_new) = (entry.bytes, entry.may_hold, entry.turn.is_none());
+        let full = entry.counted && is_new && line.is_full();
+        self.number += 1;
+        let rank = line.join(who, entry, self.number, now);
         self.bytes += bytes;
         self.held += 1;
         self.pump(model, now, dice, out);
-        let waits = self.lines.get(model).is_some_and(|line| line.waiting.contains_key(&rank));
-        match why {
-            _ if !waits => {}
-            Some(why) => self.refuse(model, rank, |_| why, out),
-            None => {
-                self.due = earliest(self.due, Some(deadline));
-                // A replica that is left alone may be what this one waits for.
-                self.due = earliest(self.due, self.next_up(model, now));
-            }
+        // Whether it may wait, now that it has to.
+        let deadline = |queue: &Self| {
+            let line = queue.lines.get(model)?;
+            line.get(rank).map(|waiter| line.deadline(waiter, queue.bounds.queue_max))
+        };
+        let Some(deadline) = deadline(self) else { return (Some(rank), cold) };
+        if cold && !may_hold {
+            self.refuse(model, rank, |_| Refusal::Rejected, out);
+        } else if full && !self.make_room(model, rank, out) {
+            let held = self.lines.get(model).map_or(0, |line| line.counted.saturating_sub(1));
+            self.refuse(model, rank, |_| Refusal::Full { held }, out);
+        } else if self.bytes > self.bounds.bytes_max && !self.make_memory(rank, out) {
+            self.refuse(model, rank, |_| Refusal::Bytes, out);
+        } else {
+            self.due = earliest(self.due, Some(deadline));
+            // A replica that is left alone may be what this one waits for.
+            self.due = earliest(self.due, self.next_up(model, now));
         }
-        (rank, cold)
+        (Some(rank), cold)
+    }
+
+    /// Why nobody may wait, or be served, at all.
+    fn turned_away(&self, model: &ModelName) -> Option<Refusal> {
+        let Some(line) = self.lines.get(model) else { return Some(Refusal::Gone) };
+        match &line.standing.verdict {
+            Verdict::Open => None,
+            // What serves still serves.
+            Verdict::Failed(_) if !line.replicas().is_empty() => None,
+            verdict => Some(refusal_of(verdict)),
+        }
+    }
+
+    /// Sheds one for a newcomer in a full line; false: nobody there is of less priority.
+    fn make_room(&mut self, model: &ModelName, newcomer: Rank, out: &mut Vec<Effect<W>>) -> bool {
+        let Some(line) = self.lines.get(model) else { return false };
+        let Some((rank, _)) = line.sheddable(newcomer.priority()).next() else { return false };
+        self.refuse(model, rank, |_| Refusal::Shed, out);
+        true
+    }
+
+    /// Sheds, over all models, until memory suffices; false: it would not, and nobody was.
+    fn make_memory(&mut self, newcomer: Rank, out: &mut Vec<Effect<W>>) -> bool {
+        let excess = self.bytes - self.bounds.bytes_max;
+        let mut shed: Vec<(Rank, u64, ModelName)> = Vec::new();
+        for (model, line) in &self.lines {
+            let some = line.sheddable(newcomer.priority());
+            shed.extend(some.map(|(rank, waiter)| (rank, waiter.entry.bytes, model.clone())));
+        }
+        // The least important first, of those the last.
+        shed.sort_by_key(|(rank, ..)| std::cmp::Reverse(*rank));
+        let mut freed = 0;
+        shed.retain(|(_, bytes, _)| {
+            let needed = freed < excess && *bytes > 0;
+            freed += if needed { *bytes } else { 0 };
+            needed
+        });
+        if freed < excess {
+            return false;
+        }
+        for (rank, _, model) in shed {
+            self.refuse(&model, rank, |_| Refusal::Shed, out);
+        }
+        true
     }
 
     /// Does not want it any more; false if it is not waiting (it was released or refused already).
     pub(crate) fn leave(&mut self, model: &ModelName, rank: Rank) -> bool {
         let Some(line) = self.lines.get_mut(model) else { return false };
-        let Some(waiter) = line.waiting.remove(&rank) else { return false };
-        line.counted -= u32::from(waiter.counted);
-        self.bytes -= waiter.bytes;
+        let Some(waiter) = line.leave(rank, false) else { return false };
+        self.bytes -= waiter.entry.bytes;
         self.held -= 1;
         true
     }
@@ -240,33 +220,19 @@ impl<W> Queue<W> {
             return;
         };
         self.forget_down(model, &standing);
-        let line = self.lines.entry(model.clone()).or_insert_with(|| Line {
-            standing: standing.clone(),
-            accepting_since: None,
-            waiting: BTreeMap::new(),
-            counted: 0,
-        });
-        let was_cold = line.is_cold();
-        line.standing = standing;
-        match (line.standing.replicas.is_empty(), line.accepting_since) {
-            (true, _) => line.accepting_since = None,
-            (false, None) => line.accepting_since = Some(now),
-            (false, Some(_)) => {}
-        }
-        if line.is_cold() != was_cold {
-            line.waiting.values_mut().for_each(|w| w.since = now);
-        }
-        if !line.waiting.is_empty() {
-            let bounds = self.bounds;
-            let first = line.waiting.values().map(|w| line.deadline(w, bounds)).min();
-            self.due = earliest(self.due, first);
-        }
+        let line = match self.lines.entry(model.clone()) {
+            std::collections::hash_map::Entry::Occupied(line) => line.into_mut(),
+            std::collections::hash_map::Entry::Vacant(none) => none.insert(Line::new(standing.clone())),
+        };
+        line.told(standing, now);
+        let first = line.iter().map(|(_, waiter)| line.deadline(waiter, self.bounds.queue_max)).min();
+        self.due = earliest(self.due, first);
         self.pump(model, now, dice, out);
     }
 
     /// A load failed. Those who waited for it hear why, unless another replica accepts.
     pub(crate) fn load_failed(&mut self, model: &ModelName, message: &str, out: &mut Vec<Effect<W>>) {
-        if self.lines.get(model).is_some_and(|line| line.standing.replicas.is_empty()) {
+        if self.lines.get(model).is_some_and(|line| line.replicas().is_empty()) {
             self.refuse_all(model, &Refusal::Failed(message.into()), out);
         }
     }
@@ -282,7 +248,7 @@ impl<W> Queue<W> {
         if !later {
             self.load_failed(model, message, out);
         } else if let Some(line) = self.lines.get_mut(model) {
-            line.waiting.values_mut().for_each(|w| w.note = Some(message.into()));
+            line.get_mut().for_each(|waiter| waiter.entry.note = Some(message.into()));
         }
     }
 
@@ -302,35 +268,45 @@ impl<W> Queue<W> {
     ) {
         if let Some(load) = self.loads.get_mut(replica) {
             load.sessions = load.sessions.saturating_sub(1);
-            if load.sessions == 0 && load.failures == 0 {
+            if load.is_blank() {
                 self.loads.remove(replica);
             }
         }
         self.pump(model, now, dice, out);
     }
 
-    /// A replica could not be reached, or does not know its order: it is left alone for a while.
+    /// The first token of a session is there, or will never be: its prompt is no more work to come.
+    pub(crate) fn prefilled(&mut self, replica: &ReplicaKey, tokens: u64) {
+        if let Some(load) = self.loads.get_mut(replica) {
+            load.queued_tokens = load.queued_tokens.saturating_sub(tokens);
+        }
+    }
+
+    /// A replica could not be reached, answered that it cannot, or does not know its order: it is left alone for a
+    /// while.
     pub(crate) fn unreachable(&mut self, replica: &ReplicaKey, now: Instant) {
         let load = self.loads.entry(replica.clone()).or_default();
-        let pause = DOWN_MIN.saturating_mul(1 << load.failures.min(10)).min(DOWN_MAX);
-        load.failures += 1;
-        load.down_until = Some(now + pause);
+        load.failed(now);
         self.due = earliest(self.due, load.down_until);
     }
 
     /// A replica took a session.
     pub(crate) fn reached(&mut self, replica: &ReplicaKey) {
         if let Some(load) = self.loads.get_mut(replica) {
-            (load.failures, load.down_until) = (0, None);
+            load.forgive();
         }
     }
 
-    /// The process ends: nobody is let in or held any more.
+    /// The process ends: no request is let in or held any more; sessions of answers that have begun still wait.
     pub(crate) fn drain(&mut self, out: &mut Vec<Effect<W>>) {
         self.draining = true;
-        let models: Vec<ModelName> = self.lines.keys().cloned().collect();
-        for model in models {
-            self.refuse_all(&model, &Refusal::Draining, out);
+        let mut waiting: Vec<(ModelName, Rank)> = Vec::new();
+        for (model, line) in &self.lines {
+            let counted = line.iter().filter(|(_, waiter)| waiter.entry.counted);
+            waiting.extend(counted.map(|(rank, _)| (model.clone(), rank)));
+        }
+        for (model, rank) in waiting {
+            self.refuse(&model, rank, |_| Refusal::Draining, out);
         }
     }
 
@@ -347,16 +323,16 @@ impl<W> Queue<W> {
         out: &mut Vec<Effect<W>>,
     ) {
         self.due = None;
-        let waiting = self.lines.iter().filter(|(_, line)| !line.waiting.is_empty());
+        let waiting = self.lines.iter().filter(|(_, line)| !line.is_empty());
         let models: Vec<ModelName> = waiting.map(|(model, _)| model.clone()).collect();
         for model in models {
             self.pump(&model, now, dice, out);
             let Some(line) = self.lines.get(&model) else { continue };
             let (mut over, mut next) = (Vec::new(), None);
-            for (rank, waiter) in &line.waiting {
-                let deadline = line.deadline(waiter, self.bounds);
+            for (rank, waiter) in line.iter() {
+                let deadline = line.deadline(waiter, self.bounds.queue_max);
                 if deadline <= now {
-                    over.push(*rank);
+                    over.push(rank);
                 } else {
                     next = earliest(next, Some(deadline));
                 }
@@ -379,7 +355,7 @@ impl<W> Queue<W> {
     pub(crate) fn state(&self, model: &ModelName) -> &'static str {
         match self.lines.get(model) {
             Some(line) if !line.is_cold() => "queued",
-            Some(line) if !line.standing.replicas.is_empty() => "loading",
+            Some(line) if !line.replicas().is_empty() => "loading",
             _ => "waiting for a replica",
         }
     }
@@ -391,32 +367,41 @@ impl<W> Queue<W> {
         dice: &mut dyn FnMut(usize) -> usize,
         out: &mut Vec<Effect<W>>,
     ) {
-        let Some(line) = self.lines.get_mut(model) else { return };
-        let serves = !line.standing.replicas.is_empty();
-        if line.standing.verdict != Verdict::Open
-            && !(serves && matches!(line.standing.verdict, Verdict::Failed(_)))
-        {
-            let why = refusal_of(&line.standing.verdict);
+        if let Some(why) = self.turned_away(model) {
             self.refuse_all(model, &why, out);
             return;
         }
-        while let Some(first) = line.waiting.first_entry() {
-            let avoid = first.get().avoid.as_ref();
-            let Some(replica) = pick(&line.standing.replicas, &self.loads, avoid, now, dice) else { return };
+        let Some(line) = self.lines.get_mut(model) else { return };
+        while let Some((rank, first)) = line.first() {
+            let entry = &first.entry;
+            let field = Field {
+                replicas: &line.standing.replicas,
+                ring: &line.ring,
+                balance: line.standing.balance,
+                turn: &line.turn,
+                loads: &self.loads,
+            };
+            let Some(replica) = pick(&field, entry.affinity, &entry.avoid, now, dice) else { return };
             let replica = replica.clone();
-            let (_, waiter) = first.remove_entry();
-            line.counted -= u32::from(waiter.counted);
-            self.bytes -= waiter.bytes;
+            let Some(waiter) = line.leave(rank, true) else { return };
+            self.bytes -= waiter.entry.bytes;
             self.held -= 1;
-            self.loads.entry(replica.key.clone()).or_default().sessions += 1;
-            let accepting_since = line.accepting_since.unwrap_or(now);
-            out.push(Effect::Release { who: waiter.who, replica, accepting_since });
+            let load = self.loads.entry(replica.key.clone()).or_default();
+            load.sessions += 1;
+            load.queued_tokens += waiter.entry.tokens;
+            out.push(Effect::Release {
+                who: waiter.who,
+                replica,
+                accepting_since: line.accepting_since.unwrap_or(now),
+                turn: Turn { rank, since: waiter.since, cold: line.is_cold() },
+                tokens: waiter.entry.tokens,
+            });
         }
     }
 
     fn refuse_all(&mut self, model: &ModelName, why: &Refusal, out: &mut Vec<Effect<W>>) {
         let ranks: Vec<Rank> =
-            self.lines.get(model).into_iter().flat_map(|l| l.waiting.keys().copied()).collect();
+            self.lines.get(model).into_iter().flat_map(Line::iter).map(|(r, _)| r).collect();
         for rank in ranks {
             self.refuse(model, rank, |_| why.clone(), out);
         }
@@ -430,21 +415,24 @@ impl<W> Queue<W> {
         out: &mut Vec<Effect<W>>,
     ) {
         let Some(line) = self.lines.get_mut(model) else { return };
-        let Some(waiter) = line.waiting.remove(&rank) else { return };
-        line.counted -= u32::from(waiter.counted);
-        self.bytes -= waiter.bytes;
+        let Some(waiter) = line.leave(rank, false) else { return };
+        self.bytes -= waiter.entry.bytes;
         self.held -= 1;
-        out.push(Effect::Refuse { who: waiter.who, why: why(waiter.note) });
+        out.push(Effect::Refuse { who: waiter.who, why: why(waiter.entry.note) });
     }
 
-    /// A replica that moved or came back is not the one that could not be reached.
+    /// A replica that moved, came back or became ready is not the one that could not be reached.
     fn forget_down(&mut self, model: &ModelName, standing: &Standing) {
         let Some(line) = self.lines.get(model) else { return };
         let before = &line.standing.replicas;
         for replica in &standing.replicas {
-            let same = before.iter().any(|r| r.key == replica.key && r.endpoint == replica.endpoint);
-            if !same && let Some(load) = self.loads.get_mut(&replica.key) {
-                (load.failures, load.down_until) = (0, None);
+            let same = |r: &&Arc<ReplicaView>| {
+                r.key == replica.key && r.endpoint == replica.endpoint && (r.ready || !replica.ready)
+            };
+            if !before.iter().any(|r| same(&r))
+                && let Some(load) = self.loads.get_mut(&replica.key)
+            {
+                load.forgive();
             }
         }
         for gone in before.iter().filter(|b| !standing.replicas.iter().any(|r| r.key == b.key)) {
@@ -458,30 +446,6 @@ impl<W> Queue<W> {
     fn next_up(&self, model: &ModelName, now: Instant) -> Option<Instant> {
         let replicas = self.lines.get(model)?.standing.replicas.iter();
         replicas.filter_map(|r| self.loads.get(&r.key)?.down_until).filter(|&until| now < until).min()
-    }
-}
-
-impl<W> Line<W> {
-    fn is_cold(&self) -> bool {
-        !self.standing.replicas.iter().any(|r| r.ready)
-    }
-
-    fn counted_max(&self) -> u32 {
-        let Terms { held_max, queue_per_replica_max, .. } = self.standing.terms;
-        let ready = self.standing.replicas.iter().filter(|r| r.ready).count();
-        match u32::try_from(ready).unwrap_or(u32::MAX) {
-            0 => held_max,
-            ready => queue_per_replica_max.saturating_mul(ready),
-        }
-    }
-
-    fn deadline(&self, waiter: &Waiter<W>, bounds: Bounds) -> Instant {
-        let budget = match () {
-            () if !waiter.counted => FOLLOW_MAX,
-            () if self.is_cold() => self.standing.terms.hold_max,
-            () => bounds.queue_max,
-        };
-        waiter.since + waiter.wait_max.map_or(budget, |max| max.min(budget))
     }
 }
 
@@ -507,17 +471,22 @@ mod tests;
 #[cfg(test)]
 pub(super) mod fixtures {
     use super::*;
+    use crate::registry::{Balance, Terms};
 
     /// Ten bytes, may hold.
     pub(in crate::hold) fn entry(since: Instant) -> Entry {
         Entry {
             since,
-            wait_max: None,
+            until: None,
             bytes: 10,
             counted: true,
             may_hold: true,
-            rank: None,
-            avoid: None,
+            priority: 0,
+            flow: 0,
+            affinity: None,
+            tokens: 0,
+            turn: None,
+            avoid: Vec::new(),
             note: None,
         }
     }
@@ -525,7 +494,8 @@ pub(super) mod fixtures {
     /// At most four held for 300 s, two queued for each replica.
     pub(in crate::hold) fn standing(replicas: Vec<Arc<ReplicaView>>) -> Standing {
         let terms = Terms { held_max: 4, hold_max: Duration::from_secs(300), queue_per_replica_max: 2 };
-        Standing { verdict: Verdict::Open, terms, replicas }
+        let balance = Balance { in_turn: false, mean_load_percent: 125, points_each: 256 };
+        Standing { verdict: Verdict::Open, terms, balance, replicas }
     }
 
     pub(in crate::hold) fn replica(name: &str, ready: bool, slots: u32) -> Arc<ReplicaView> {

@@ -19,6 +19,8 @@ pub(crate) enum Dropped {
     ClientGone,
     Draining,
     Suspended,
+    /// It made room for a request of higher priority.
+    Shed,
     /// The Model's policy, or the caller, wants no waiting.
     Rejected,
     /// The load failed, or nothing fits.
@@ -34,6 +36,7 @@ impl Dropped {
             Dropped::ClientGone => "client-gone",
             Dropped::Draining => "draining",
             Dropped::Suspended => "suspended",
+            Dropped::Shed => "shed",
             Dropped::Rejected => "rejected",
             Dropped::NoCapacity => "no-capacity",
         }

@@ -24,7 +24,7 @@ use super::Job;
 use super::headers::{Cold, Served};
 use super::session::{Begin, Session};
 use crate::demand;
-use crate::hold::{Entry, Place, Refusal};
+use crate::hold::{Place, Refusal};
 use crate::openai::{ApiError, Code, Dropped};
 use crate::sessions::{Ask, Entry as Told, State};
 use crate::stopwatch::Stopwatch;
@@ -94,29 +94,20 @@ impl Choice<'_> {
     async fn run(&mut self, admitted: &CancellationToken) -> Result<(), ApiError> {
         let job = self.job;
         let mut retries = 0;
-        let mut entry = Entry {
-            since: job.arrived,
-            wait_max: job.wishes.wait_max.filter(|_| self.index == 0),
-            bytes: if self.index == 0 { job.bytes } else { 0 },
-            counted: self.index == 0,
-            may_hold: job.may_hold(),
-            rank: None,
-            avoid: None,
-            note: None,
-        };
+        let mut entry = job.entry(self.index);
         loop {
             let ticket = job.cx.gate.enter(&job.model.name, entry.clone());
-            self.watch.cold |= ticket.is_cold() && entry.rank.is_none();
+            self.watch.cold |= ticket.is_cold() && entry.turn.is_none();
             if ticket.is_cold() {
                 job.cx.demand.wake(&job.model.name);
             }
-            entry.rank = Some(ticket.rank());
             let place = ticket.place().await;
             let waited = job.arrived.elapsed();
             job.cx.metrics.held(waited, if place.is_ok() { "released" } else { "refused" });
             let place = place.map_err(|refusal| job.refused(refusal))?;
             admitted.cancel();
-            let (key, replica) = (place.replica.key.0.clone(), place.replica.key.clone());
+            entry.turn = place.turn.as_deref().copied();
+            let replica = place.replica.key.clone();
             match self.attempt(place).await {
                 Outcome::Ended | Outcome::Deserted => return Ok(()),
                 Outcome::Fatal(error) => return Err(error),
@@ -127,8 +118,8 @@ impl Choice<'_> {
                         return Err(why);
                     }
                     job.cx.metrics.retries.inc();
-                    tracing::debug!(request = %job.id, replica = key, why = %why.message, "session tried again");
-                    entry.avoid = Some(replica);
+                    tracing::debug!(request = %job.id, replica = replica.0, why = %why.message, "session tried again");
+                    entry.avoid.push(replica);
                     entry.note = Some(why.message);
                 }
             }
@@ -298,6 +289,12 @@ impl Job {
                 let message =
                     "the requests that wait take all the memory that is meant for them; send it again later";
                 (Code::QueueFull, Dropped::QueueBytes, message.into())
+            }
+            Refusal::Shed => {
+                let message = format!(
+                    "too many wait for `{name}`, and this request made room for a more important one"
+                );
+                (Code::QueueFull, Dropped::Shed, message)
             }
             Refusal::Expired { cold, note } => return self.hold_expired(cold, note),
             Refusal::Rejected => {

@@ -5,6 +5,7 @@ use std::time::Duration;
 use axum::http::{HeaderMap, HeaderName, HeaderValue};
 use pilotlight_domain::{Phase, Phases, SessionId, Tier};
 
+use crate::hold::hash;
 use crate::openai::ApiError;
 
 pub(crate) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -27,6 +28,22 @@ pub(crate) fn request_id(headers: &HeaderMap) -> SessionId {
     })
 }
 
+/// A header's names: ours first, then those of others that mean the same.
+type Names = [HeaderName; 2];
+const PRIORITY: Names = [
+    HeaderName::from_static("x-pilotlight-priority"),
+    HeaderName::from_static("x-llm-d-inference-objective"),
+];
+const FAIRNESS_ID: Names = [
+    HeaderName::from_static("x-pilotlight-fairness-id"),
+    HeaderName::from_static("x-llm-d-inference-fairness-id"),
+];
+const SLO_TTFT_MS: Names =
+    [HeaderName::from_static("x-pilotlight-slo-ttft-ms"), HeaderName::from_static("x-llm-d-slo-ttft-ms")];
+
+/// Bands of priority; what lies beyond is the outermost one.
+const PRIORITY_MAX: i32 = 1_000;
+
 /// What a caller asks for beside the body.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Wishes {
@@ -34,35 +51,61 @@ pub(crate) struct Wishes {
     pub(crate) wait_max: Option<Duration>,
     /// Overrides the Model's cold-start policy.
     pub(crate) hold: Option<bool>,
+    /// Its band in the line, instead of the Model's.
+    pub(crate) priority: Option<i32>,
+    /// Requests of one flow take turns with those of others.
+    pub(crate) flow: Option<u64>,
 }
 
 impl Wishes {
     pub(crate) fn read(headers: &HeaderMap) -> Result<Self, ApiError> {
-        let text = |name: &HeaderName| -> Result<Option<&str>, ApiError> {
-            let refused = |_| ApiError::bad(name.as_str(), format!("the header `{name}` is not text"));
-            headers.get(name).map(|value| value.to_str().map(str::trim).map_err(refused)).transpose()
-        };
-        let wait_max = match text(&MAX_WAIT_MS)? {
-            None => None,
-            Some(ms) => Some(Duration::from_millis(ms.parse().map_err(|_| {
-                ApiError::bad(
-                    MAX_WAIT_MS.as_str(),
-                    format!("the header `{MAX_WAIT_MS}` is not a number of milliseconds"),
-                )
-            })?)),
-        };
-        let hold = match text(&COLD_START)? {
+        let hold = match text(headers, &COLD_START)? {
             None => None,
             // Whether the CPU serves is decided where the devices are.
             Some("hold" | "cpu") => Some(true),
             Some("reject") => Some(false),
-            Some(_) => {
-                let message = format!("the header `{COLD_START}` is not hold, reject or cpu");
-                return Err(ApiError::bad(COLD_START.as_str(), message));
-            }
+            Some(_) => return Err(not_a(&COLD_START, "hold, reject or cpu")),
         };
-        Ok(Wishes { wait_max, hold })
+        // A wish that changes nothing yet, but nonsense is refused.
+        for name in &SLO_TTFT_MS {
+            millis(headers, name)?;
+        }
+        let mut priority = None;
+        for name in &PRIORITY {
+            let given = text(headers, name)?.map(|text| band(name, text)).transpose()?;
+            priority = priority.or(given);
+        }
+        let mut flow = None;
+        for name in &FAIRNESS_ID {
+            flow = flow.or(text(headers, name)?.map(|text| hash(&[text.as_bytes()])));
+        }
+        Ok(Wishes { wait_max: millis(headers, &MAX_WAIT_MS)?, hold, priority, flow })
     }
+}
+
+fn text<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Result<Option<&'a str>, ApiError> {
+    headers.get(name).map(|value| value.to_str().map(str::trim).map_err(|_| not_a(name, "text"))).transpose()
+}
+
+fn millis(headers: &HeaderMap, name: &HeaderName) -> Result<Option<Duration>, ApiError> {
+    let Some(text) = text(headers, name)? else { return Ok(None) };
+    let millis = text.parse().map_err(|_| not_a(name, "a number of milliseconds"))?;
+    Ok(Some(Duration::from_millis(millis)))
+}
+
+/// A number, or one of the names that objectives commonly have; other names of objectives are ordinary.
+fn band(name: &HeaderName, text: &str) -> Result<i32, ApiError> {
+    match (text.parse::<i64>(), text.to_ascii_lowercase().as_str()) {
+        (Ok(n), _) => Ok(n.clamp(i64::from(-PRIORITY_MAX), i64::from(PRIORITY_MAX)) as i32),
+        _ if *name == PRIORITY[0] => Err(not_a(name, "a whole number")),
+        (_, "critical") => Ok(1),
+        (_, "sheddable") => Ok(-1),
+        _ => Ok(0),
+    }
+}
+
+fn not_a(name: &HeaderName, what: &str) -> ApiError {
+    ApiError::bad(name.as_str(), format!("the header `{name}` is not {what}"))
 }
 
 /// What an answer tells of how it came about.
@@ -137,14 +180,33 @@ mod tests {
             ("x-pilotlight-max-wait-ms", "250"),
             ("x-pilotlight-cold-start", "reject"),
         ]));
-        assert_eq!(wishes, Ok(Wishes { wait_max: Some(Duration::from_millis(250)), hold: Some(false) }));
+        let wait_max = Some(Duration::from_millis(250));
+        assert_eq!(wishes, Ok(Wishes { wait_max, hold: Some(false), ..Wishes::default() }));
         for (name, value) in [
             ("x-pilotlight-max-wait-ms", "-1"),
             ("x-pilotlight-max-wait-ms", "soon"),
             ("x-pilotlight-cold-start", "x"),
+            ("x-pilotlight-priority", "high"),
+            ("x-pilotlight-slo-ttft-ms", "x"),
+            ("x-llm-d-slo-ttft-ms", "-1"),
         ] {
             assert_eq!(Wishes::read(&headers(&[(name, value)])).unwrap_err().param.as_deref(), Some(name));
         }
+    }
+
+    #[test]
+    fn priorities_and_flows_have_aliases_and_ours_win() {
+        let priority = |list: &[(&'static str, &str)]| Wishes::read(&headers(list)).unwrap().priority;
+        let (ours, alias) = ("x-pilotlight-priority", "x-llm-d-inference-objective");
+        assert_eq!(priority(&[(ours, "-3")]), Some(-3));
+        assert_eq!(priority(&[(ours, "999999999999")]), Some(PRIORITY_MAX));
+        assert_eq!(priority(&[(ours, "7"), (alias, "1")]), Some(7));
+        for (text, band) in [("5", 5), ("Critical", 1), ("sheddable", -1), ("batch", 0)] {
+            assert_eq!(priority(&[(alias, text)]), Some(band), "{text}");
+        }
+        let flow = |name, value| Wishes::read(&headers(&[(name, value)])).unwrap().flow;
+        assert_eq!(flow("x-pilotlight-fairness-id", "a"), flow("x-llm-d-inference-fairness-id", "a"));
+        assert_ne!(flow("x-pilotlight-fairness-id", "a"), flow("x-pilotlight-fairness-id", "b"));
     }
 
     #[test]

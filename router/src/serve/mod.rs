@@ -22,6 +22,7 @@ use bytes::Bytes;
 use futures::StreamExt as _;
 use futures::stream::FuturesUnordered;
 use pilotlight_api::model::{ColdStartPolicy, ColdStartReport};
+use pilotlight_domain::session::Input;
 use pilotlight_domain::{Phases, SessionId, Timestamp};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
@@ -33,6 +34,7 @@ use self::headers::Wishes;
 pub(crate) use self::headers::{REQUEST_ID, request_id};
 use crate::context::{Context, InFlight};
 use crate::demand;
+use crate::hold::{Entry, hash};
 use crate::openai::response::Envelope;
 use crate::openai::{ApiError, Code, Dropped, Request, Task, read};
 use crate::registry::ModelView;
@@ -53,6 +55,8 @@ pub(crate) struct Job {
     arrived_at: Timestamp,
     /// Of the body.
     bytes: u64,
+    /// What the header says that pins sessions to a replica.
+    pin: Option<u64>,
     /// Of all its sessions.
     moves: Arc<AtomicU32>,
 }
@@ -78,9 +82,10 @@ pub(crate) async fn answer(cx: Arc<Context>, task: Task, request: HttpRequest) -
         Ok((wishes, bytes, request)) => match resolve(&cx, &request).await {
             Ok(model) => {
                 let arrived_at = cx.clock.now();
-                let moves = Arc::default();
-                let job =
-                    Job { cx, id: id.clone(), request, model, wishes, arrived, arrived_at, bytes, moves };
+                let (id, moves) = (id.clone(), Arc::default());
+                let pin = model.session_header.as_ref().and_then(|name| parts.headers.get(name));
+                let pin = pin.map(|value| hash(&[value.as_bytes()]));
+                let job = Job { cx, id, request, model, wishes, arrived, arrived_at, bytes, pin, moves };
                 serve(job).await
             }
             Err(error) => refuse(&cx, task, error),
@@ -197,6 +202,29 @@ async fn drive(job: Job, reply: oneshot::Sender<Answer>, _lease: Arc<Lease>) {
     }
 }
 
+/// How many tokens a prompt has, about: a token of English is four bytes long.
+fn tokens_about(input: &Input) -> u64 {
+    (match input {
+        Input::Chat(messages) => messages.iter().map(|m| m.content.len() / 4 + 4).sum(),
+        Input::Text(text) => text.len() / 4,
+        Input::Tokens(ids) => ids.len(),
+    }) as u64
+}
+
+/// The beginning of a prompt, after the model, as one number.
+fn hash_of_prefix(model: &ModelView, input: &Input) -> u64 {
+    let chars = model.prefix_chars;
+    let begin: String = match input {
+        Input::Chat(messages) => {
+            let texts = messages.iter().flat_map(|m| [m.role.as_str(), "\n", m.content.as_str(), "\n"]);
+            texts.flat_map(str::chars).take(chars).collect()
+        }
+        Input::Text(text) => text.chars().take(chars).collect(),
+        Input::Tokens(ids) => ids.iter().take(chars / 4).map(|id| format!("{id} ")).collect(),
+    };
+    hash(&[model.name.to_string().as_bytes(), begin.as_bytes()])
+}
+
 impl Job {
     /// What every object of the answer repeats.
     fn envelope(&self) -> Envelope {
@@ -211,6 +239,28 @@ impl Job {
             model: self.request.model.clone(),
             include_usage: self.request.include_usage,
             top_logprobs: self.request.sampling.logprobs.unwrap_or(0) as usize,
+        }
+    }
+
+    /// How a choice stands in the line.
+    fn entry(&self, index: usize) -> Entry {
+        let first = index == 0;
+        let (input, _) = self.request.choice(index);
+        let keeps = self.model.keeps_prefixes(self.request.task);
+        let prefix = || hash_of_prefix(&self.model, input);
+        Entry {
+            since: self.arrived,
+            until: self.wishes.wait_max.filter(|_| first).map(|max| self.arrived + max),
+            bytes: if first { self.bytes } else { 0 },
+            counted: first,
+            may_hold: self.may_hold(),
+            priority: self.wishes.priority.unwrap_or(self.model.priority),
+            flow: self.wishes.flow.unwrap_or(0),
+            affinity: self.pin.or_else(|| keeps.then(prefix)),
+            tokens: tokens_about(input),
+            turn: None,
+            avoid: Vec::new(),
+            note: None,
         }
     }
 

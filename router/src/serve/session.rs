@@ -25,7 +25,7 @@ use tokio::time::Instant;
 use super::choice::{Choice, Outcome, What};
 use super::headers::Served;
 use super::leg::{self, Heard, Leg, NotOpened, Opened};
-use crate::hold::Entry;
+use crate::hold::{Entry, PRIORITY_RECOVERY, Place};
 use crate::openai::{ApiError, Code};
 use crate::registry::{ReplicaKey, ReplicaView};
 use crate::sessions::{Ask, Move, NotMoved, State};
@@ -278,6 +278,7 @@ impl<'c, 'a> Session<'c, 'a> {
 
     fn first_token(&mut self) -> Option<Box<Served>> {
         let mut served = self.served.take()?;
+        self.legs.iter().filter_map(Leg::place).for_each(Place::prefilled);
         if let Some(home) = self.replay.serving().and_then(|o| self.home(o)) {
             served.device.clone_from(&home.device);
         }
@@ -309,12 +310,16 @@ impl<'c, 'a> Session<'c, 'a> {
         let spec = self.replay.spec(&self.first, opening, false);
         let entry = Entry {
             since: Instant::now(),
-            wait_max: Some(give_up.saturating_duration_since(Instant::now())),
+            until: Some(give_up),
             bytes: 0,
             counted: false,
             may_hold: true,
-            rank: None,
-            avoid: self.lost_at.clone(),
+            priority: PRIORITY_RECOVERY,
+            flow: 0,
+            affinity: None,
+            tokens: (spec.generated.len() + self.replay.prompt_ids().len()) as u64,
+            turn: None,
+            avoid: self.lost_at.iter().cloned().collect(),
             note: Some(self.why_lost.clone()),
         };
         let future: Pin<Box<dyn Future<Output = Result<Opened, NotOpened>> + Send>> = Box::pin(async move {

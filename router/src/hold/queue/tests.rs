@@ -1,11 +1,14 @@
 use super::fixtures::{entry, replica, standing};
 use super::*;
+use std::collections::BTreeMap;
 
 /// A queue of numbered waiters, with a clock that is moved by hand and dice that always fall the same way.
 struct World {
     queue: Queue<u32>,
     now: Instant,
     out: Vec<Effect<u32>>,
+    /// Of those that were released.
+    turns: BTreeMap<u32, Turn>,
 }
 
 fn model() -> ModelName {
@@ -15,7 +18,7 @@ fn model() -> ModelName {
 impl World {
     fn new(bytes_max: u64) -> Self {
         let bounds = Bounds { bytes_max, queue_max: Duration::from_secs(60) };
-        World { queue: Queue::new(bounds), now: Instant::now(), out: Vec::new() }
+        World { queue: Queue::new(bounds), now: Instant::now(), out: Vec::new(), turns: BTreeMap::new() }
     }
 
     fn told(&mut self, standing: Standing) -> String {
@@ -47,8 +50,12 @@ impl World {
 
     /// `1→r` is a release, `1✗…` a refusal.
     fn effects(&mut self) -> String {
+        let turns = &mut self.turns;
         let text = |effect: Effect<u32>| match effect {
-            Effect::Release { who, replica, .. } => format!("{who}→{}", replica.key.0),
+            Effect::Release { who, replica, turn, .. } => {
+                turns.insert(who, turn);
+                format!("{who}→{}", replica.key.0)
+            }
             Effect::Refuse { who, why } => format!("{who}✗{why:?}"),
         };
         self.out.drain(..).map(text).collect::<Vec<_>>().join(" ")
@@ -112,6 +119,7 @@ fn leaving_frees_the_place_in_the_line_at_once() {
     let (rank, _) = w.queue.enter(&model(), 1, entry(w.now), w.now, &mut |_| 0, &mut w.out);
     w.enter(2);
     assert_eq!(w.enter(3), "3✗Bytes");
+    let rank = rank.unwrap();
     assert!(w.queue.leave(&model(), rank));
     assert!(!w.queue.leave(&model(), rank));
     assert_eq!(w.enter(3), "");
@@ -147,8 +155,8 @@ fn a_further_choice_waits_as_long_as_answers_take() {
 fn a_shorter_wait_can_be_asked_for_but_no_longer_one() {
     let mut w = World::new(1000);
     w.told(standing(vec![]));
-    w.enter_as(1, Entry { wait_max: Some(Duration::from_secs(5)), ..entry(w.now) });
-    w.enter_as(2, Entry { wait_max: Some(Duration::from_secs(9999)), ..entry(w.now) });
+    w.enter_as(1, Entry { until: Some(w.now + Duration::from_secs(5)), ..entry(w.now) });
+    w.enter_as(2, Entry { until: Some(w.now + Duration::from_secs(9999)), ..entry(w.now) });
     assert_eq!(w.after(5.0), "1✗Expired { cold: true, note: None }");
     assert_eq!(w.after(294.0), "");
     assert_eq!(w.after(1.0), "2✗Expired { cold: true, note: None }");
@@ -210,7 +218,7 @@ fn an_unreachable_replica_is_left_alone_for_a_while_and_others_are_preferred() {
     assert_eq!(w.enter(1), "1→a");
     w.queue.unreachable(&key, w.now);
     w.freed("a");
-    let again = Entry { rank: Some(Rank(0)), avoid: Some(key.clone()), ..entry(w.now) };
+    let again = Entry { turn: Some(w.turns[&1]), avoid: vec![key.clone()], ..entry(w.now) };
     assert_eq!(w.enter_as(1, again), "");
     assert_eq!(w.after(0.05), "");
     assert_eq!(w.after(0.06), "1→a");
@@ -222,7 +230,7 @@ fn an_unreachable_replica_is_left_alone_for_a_while_and_others_are_preferred() {
     assert_eq!(w.told(standing(vec![Arc::new(moved)])), "2→a");
     // Avoided where there is another, taken where there is none.
     w.told(standing(vec![replica("a", true, 4), replica("b", true, 4)]));
-    let avoid = |w: &World| Entry { avoid: Some(key.clone()), ..entry(w.now) };
+    let avoid = |w: &World| Entry { avoid: vec![key.clone()], ..entry(w.now) };
     assert_eq!(w.enter_as(3, avoid(&w)), "3→b");
     w.told(standing(vec![replica("a", true, 4)]));
     assert_eq!(w.enter_as(4, avoid(&w)), "4→a");
@@ -236,9 +244,77 @@ fn who_comes_back_keeps_its_rank() {
     assert_eq!(w.enter(2), "");
     w.told(standing(vec![]));
     w.freed("r");
-    w.enter_as(1, Entry { rank: Some(Rank(0)), ..entry(w.now) });
+    w.enter_as(1, Entry { turn: Some(w.turns[&1]), ..entry(w.now) });
     assert_eq!(w.told(standing(vec![replica("r", true, 1)])), "1→r");
     assert_eq!(w.freed("r"), "2→r");
+}
+
+#[test]
+fn bands_come_first_and_flows_take_turns() {
+    let mut w = World::new(1000);
+    let mut standing = standing(vec![]);
+    (standing.terms.held_max, standing.terms.queue_per_replica_max) = (99, 99);
+    w.told(standing.clone());
+    let as_ = |w: &World, priority, flow| Entry { priority, flow, ..entry(w.now) };
+    // Flow 1 has much to ask; flow 2 comes late, and flow 3 in the middle of it all.
+    for (who, priority, flow) in
+        [(1, 0, 1), (2, 0, 1), (3, 0, 1), (4, 0, 2), (5, 9, 1), (6, -1, 1), (7, 0, 2)]
+    {
+        assert_eq!(w.enter_as(who, as_(&w, priority, flow)), "");
+    }
+    standing.replicas = vec![replica("r", true, 1)];
+    assert_eq!(w.told(standing), "5→r");
+    let next = |w: &mut World| w.freed("r");
+    assert_eq!([next(&mut w), next(&mut w), next(&mut w)], ["1→r", "4→r", "2→r"]);
+    w.enter_as(8, as_(&w, 0, 3));
+    assert_eq!([next(&mut w), next(&mut w), next(&mut w)], ["7→r", "8→r", "3→r"]);
+    assert_eq!([next(&mut w), next(&mut w)], ["6→r", ""]);
+}
+
+#[test]
+fn negative_priority_is_shed_first_and_for_the_higher_only() {
+    let mut w = World::new(1000);
+    w.told(standing(vec![]));
+    let as_ = |w: &World, priority| Entry { priority, ..entry(w.now) };
+    for (who, priority) in [(1, -1), (2, -2), (3, -2), (4, 0)] {
+        assert_eq!(w.enter_as(who, as_(&w, priority)), "");
+    }
+    assert_eq!(w.enter_as(5, as_(&w, -2)), "5✗Full { held: 4 }");
+    assert_eq!(w.enter_as(6, as_(&w, -1)), "3✗Shed");
+    assert_eq!(w.enter_as(7, as_(&w, 0)), "2✗Shed");
+    assert_eq!(w.enter_as(8, as_(&w, 9)), "6✗Shed");
+    assert_eq!(w.enter_as(9, as_(&w, 9)), "1✗Shed");
+    assert_eq!(w.enter_as(10, as_(&w, 9)), "10✗Full { held: 4 }");
+    // By bytes too, over all models, and only if that suffices.
+    let mut w = World::new(40);
+    w.told(standing(vec![]));
+    for (who, priority) in [(1, -1), (2, -2), (3, 0)] {
+        w.enter_as(who, as_(&w, priority));
+    }
+    assert_eq!(w.enter_as(4, Entry { bytes: 31, ..as_(&w, 0) }), "4✗Bytes");
+    assert_eq!(w.enter_as(5, Entry { bytes: 20, ..as_(&w, 0) }), "2✗Shed");
+    assert_eq!(w.enter_as(6, Entry { bytes: 10, ..as_(&w, 0) }), "1✗Shed");
+}
+
+#[test]
+fn a_wish_to_wait_less_holds_over_a_change_of_regime_and_flapping_has_an_end() {
+    let mut w = World::new(1000);
+    w.told(standing(vec![]));
+    w.enter_as(1, Entry { until: Some(w.now + Duration::from_secs(10)), ..entry(w.now) });
+    w.enter(2);
+    w.after(9.0);
+    assert_eq!(w.told(standing(vec![replica("r", true, 1)])), "1→r");
+    w.enter_as(4, Entry { until: Some(w.now + Duration::from_secs(1)), ..entry(w.now) });
+    w.told(standing(vec![]));
+    assert_eq!(w.after(1.0), "4✗Expired { cold: true, note: None }");
+    // 300 + 60 s from the arrival are the most.
+    for _ in 0..6 {
+        w.told(standing(vec![replica("r", true, 1)]));
+        assert_eq!(w.after(25.0), "");
+        w.told(standing(vec![]));
+        assert_eq!(w.after(25.0), "");
+    }
+    assert_eq!(w.after(50.0), "2✗Expired { cold: true, note: None }");
 }
 
 #[test]
@@ -271,9 +347,14 @@ fn nobody_is_lost_and_counts_return_to_zero() {
         for who in 0..300u32 {
             match rng.u8(0..8) {
                 0..=2 => {
-                    let (rank, _) =
-                        w.queue.enter(&model(), who, entry(w.now), w.now, &mut |n| n - 1, &mut w.out);
-                    waiting.insert(who, rank);
+                    let entry = Entry {
+                        priority: rng.i32(-2..2),
+                        flow: rng.u64(0..3),
+                        tokens: rng.u64(0..9),
+                        ..entry(w.now)
+                    };
+                    let (rank, _) = w.queue.enter(&model(), who, entry, w.now, &mut |n| n - 1, &mut w.out);
+                    waiting.insert(who, rank.unwrap());
                 }
                 3 => {
                     let replicas =
@@ -301,7 +382,10 @@ fn nobody_is_lost_and_counts_return_to_zero() {
             }
             for effect in w.out.drain(..) {
                 let (who, replica) = match effect {
-                    Effect::Release { who, replica, .. } => (who, Some(replica.key.clone())),
+                    Effect::Release { who, replica, tokens, .. } => {
+                        w.queue.prefilled(&replica.key, tokens);
+                        (who, Some(replica.key.clone()))
+                    }
                     Effect::Refuse { who, .. } => (who, None),
                 };
                 assert!(waiting.remove(&who).is_some(), "seed {seed}: {who} twice");
@@ -316,6 +400,6 @@ fn nobody_is_lost_and_counts_return_to_zero() {
         for key in open {
             w.queue.freed(&model(), &key, w.now, &mut |_| 0, &mut w.out);
         }
-        assert!(w.queue.loads.values().all(|l| l.sessions == 0), "seed {seed}");
+        assert!(w.queue.loads.values().all(|l| l.weight() == 0), "seed {seed}");
     }
 }
