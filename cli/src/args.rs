@@ -382,7 +382,8 @@ pub(crate) struct WorkerArgs {
     /// The device it computes on.
     #[arg(long)]
     pub(crate) device: String,
-    /// With `--device sim`: what it is like, as in `start=4s,copy=8GiB/s,memory=16GiB,speed=4x`.
+    /// With `--device sim`: what it is like, as in `start=4s,copy=8GiB/s,memory=16GiB,speed=4x`. It computes with this
+    /// machine's processor: slower than `1x` it takes longer, faster it is as fast as the processor.
     #[arg(long, value_name = "KEY=VALUE,…")]
     pub(crate) sim: Option<String>,
     /// Forces lower kernels than the machine offers: scalar, avx2, avx512, avx512-bf16.

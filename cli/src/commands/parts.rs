@@ -125,7 +125,9 @@ pub(crate) fn worker(args: &WorkerArgs) -> Result<(), Failure> {
         None => None,
     };
     let sim = match args.sim.as_ref().map(|model| format!("sim:{model}").parse()) {
-        Some(Ok(DeviceSpec::Sim(sim))) => Some(SimModel { start: sim.start, copy: sim.copy }),
+        Some(Ok(DeviceSpec::Sim(sim))) => {
+            Some(SimModel { start: sim.start, copy: sim.copy, memory: sim.memory, speed: sim.speed })
+        }
         Some(Ok(DeviceSpec::Cpu)) | None => None,
         Some(Err(error)) => return Err(Failure::usage(error.to_string())),
     };

@@ -48,18 +48,24 @@ pub struct Sampling {
     /// At most so many tokens, counted from the original request; none: up to the context length.
     pub max_tokens: Option<u32>,
     /// 0 is greedy.
+    #[serde(deserialize_with = "finite::option")]
     pub temperature: Option<f32>,
     /// Nucleus: the smallest set of tokens with this much probability.
+    #[serde(deserialize_with = "finite::option")]
     pub top_p: Option<f32>,
     /// Only the k most likely; 0 is off.
     pub top_k: Option<u32>,
     /// Only tokens at least this likely, relative to the most likely one.
+    #[serde(deserialize_with = "finite::option")]
     pub min_p: Option<f32>,
     /// Subtracted from a logit for each earlier occurrence among the generated tokens.
+    #[serde(deserialize_with = "finite::number")]
     pub frequency_penalty: f32,
     /// Subtracted from a logit once if the token occurred among the generated tokens.
+    #[serde(deserialize_with = "finite::number")]
     pub presence_penalty: f32,
     /// Divides (positive) or multiplies (negative) the logit of tokens in prompt and output; none is 1.
+    #[serde(deserialize_with = "finite::option")]
     pub repetition_penalty: Option<f32>,
     /// The random number of token *i* is a function of `(seed, i)` alone. The router picks one if the client did not.
     pub seed: u64,
@@ -70,10 +76,39 @@ pub struct Sampling {
     /// Report the chosen token's log-probability and this many alternatives.
     pub logprobs: Option<u32>,
     /// Added to logits.
+    #[serde(deserialize_with = "finite::map")]
     pub logit_bias: BTreeMap<TokenId, f32>,
     /// What the text must be; none: anything.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub grammar: Option<Grammar>,
+}
+
+/// Numbers that are numbers: JSON has no others, so that one which only a larger type can hold would arrive as `null`
+/// at the next part, if this one took it.
+mod finite {
+    use std::collections::BTreeMap;
+
+    use serde::{Deserialize, Deserializer, de::Error};
+
+    use super::TokenId;
+
+    fn check<E: Error>(number: f32) -> Result<f32, E> {
+        if number.is_finite() { Ok(number) } else { Err(E::custom("a number is too large")) }
+    }
+
+    pub(super) fn number<'de, D: Deserializer<'de>>(d: D) -> Result<f32, D::Error> {
+        check(f32::deserialize(d)?)
+    }
+
+    pub(super) fn option<'de, D: Deserializer<'de>>(d: D) -> Result<Option<f32>, D::Error> {
+        Option::<f32>::deserialize(d)?.map(check).transpose()
+    }
+
+    pub(super) fn map<'de, D: Deserializer<'de>>(d: D) -> Result<BTreeMap<TokenId, f32>, D::Error> {
+        let numbers = BTreeMap::<TokenId, f32>::deserialize(d)?;
+        numbers.values().try_for_each(|number| check(*number).map(|_| ()))?;
+        Ok(numbers)
+    }
 }
 
 /// What a text must be. Tokens that cannot continue such a text are never chosen, and its end ends the session.
@@ -303,6 +338,19 @@ mod tests {
         let line = serde_json::to_string(&event).unwrap();
         assert_eq!(line, r#"{"event":"token","epoch":0,"index":3,"id":17,"text":"a\nb"}"#);
         assert_eq!(serde_json::from_str::<SessionEvent>(&line).unwrap(), event);
+    }
+
+    #[test]
+    fn numbers_that_no_part_could_say_again_are_refused() {
+        let read = |json: &str| serde_json::from_str::<Sampling>(json);
+        for field in
+            ["temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"]
+        {
+            assert!(read(&format!("{{\"{field}\":1e300}}")).is_err(), "{field}");
+            assert!(read(&format!("{{\"{field}\":-1.5}}")).is_ok(), "{field}");
+        }
+        assert!(read(r#"{"logit_bias":{"3":1e39}}"#).is_err());
+        assert_eq!(read(r#"{"temperature":null,"logit_bias":{"3":2.5}}"#).unwrap().logit_bias[&3], 2.5);
     }
 
     #[test]

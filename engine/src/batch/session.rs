@@ -22,6 +22,9 @@ const STOP_BYTES_MAX: usize = 1024;
 /// Alternatives of one token. Each is some hundred bytes in its event.
 const LOGPROBS_MAX: u32 = 128;
 
+/// Entries of `logit_bias`. Each is added at each token.
+const LOGIT_BIASES_MAX: usize = 4096;
+
 /// What a model can take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Limits {
@@ -362,6 +365,9 @@ fn check_sampling(sampling: &Sampling, text: &ModelText, limits: &Limits) -> Res
     }
     if sampling.logprobs.is_some_and(|count| count > LOGPROBS_MAX) {
         return Err(Refusal::bad_request(format!("`logprobs` is at most {LOGPROBS_MAX}")));
+    }
+    if sampling.logit_bias.len() > LOGIT_BIASES_MAX {
+        return Err(Refusal::bad_request(format!("`logit_bias` takes at most {LOGIT_BIASES_MAX} tokens")));
     }
     match sampling.logit_bias.keys().find(|id| **id as usize >= limits.vocabulary) {
         Some(id) => Err(outside_vocabulary("`logit_bias`", *id, limits)),

@@ -3,8 +3,10 @@
 //! Blocks are trimmed, Python's string methods work, `raise_exception`, `strftime_now` and `tojson` exist, and
 //! `{% generation %}` marks (which only training needs) are transparent. Undefined variables are empty.
 //!
-//! It deliberately knows no files and no tokenizer, and its instructions are counted: a template that loops for ever
-//! is an error.
+//! Its instructions are counted and its text is bounded: a template that loops for ever, or says too much, is an error.
+//! What one instruction makes (a text joined with itself, again and again) has no bound here.
+//!
+//! It deliberately knows no files and no tokenizer.
 
 use std::collections::BTreeMap;
 
@@ -18,6 +20,9 @@ use super::TextError;
 
 /// Instructions of one rendering. A message takes about a hundred: enough for a hundred thousand of them, in about a second.
 const FUEL: u64 = 10_000_000;
+
+/// Bytes of a prompt's text: a request's 16 MiB, each byte escaped into four.
+const TEXT_BYTES_MAX: usize = 64 << 20;
 
 const NAME: &str = "chat_template";
 
@@ -72,12 +77,33 @@ impl ChatTemplate {
             ..Value::from_serialize(&self.special_tokens),
         };
         let template = self.environment.get_template(NAME);
-        template.and_then(|template| template.render(context)).map_err(|error| {
-            TextError::Template(format!(
-                "the model's chat template refuses these messages: {}",
-                describe(&error)
-            ))
+        let mut text = Bounded(Vec::new());
+        let rendered =
+            template.and_then(|template| template.render_captured_to(context, &mut text).map(|_| ()));
+        let rendered = rendered.map_err(|error| match error.kind() {
+            ErrorKind::WriteFailure => format!("its text has more than {TEXT_BYTES_MAX} bytes"),
+            _ => describe(&error),
+        });
+        rendered.and_then(|()| String::from_utf8(text.0).map_err(|error| error.to_string())).map_err(|why| {
+            TextError::Template(format!("the model's chat template refuses these messages: {why}"))
         })
+    }
+}
+
+/// A text that does not grow beyond its bound.
+struct Bounded(Vec<u8>);
+
+impl std::io::Write for Bounded {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        if self.0.len() + bytes.len() > TEXT_BYTES_MAX {
+            return Err(std::io::ErrorKind::FileTooLarge.into());
+        }
+        self.0.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
     }
 }
 
@@ -221,6 +247,28 @@ mod tests {
         template
             .render(&messages, Timestamp::from_micros(1_700_000_000_000_000))
             .map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn a_hostile_template_ends_in_an_error() {
+        let check = |source: &str, expect: &str| {
+            let said = render(source).unwrap_err();
+            assert!(said.contains(expect) && said.len() < 1000, "{source}: {said}");
+        };
+        let mega = "{% set mega = 'x' * 1000000 %}";
+        check(
+            &format!("{mega}{{% for i in range(1000) %}}{{{{ mega }}}}{{% endfor %}}"),
+            "more than 67108864 bytes",
+        );
+        check("{{ 'x' * 100000000000 }}", "too large");
+        check("{{ range(1000000000) | list | length }}", "range");
+        check("{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}", "fuel");
+        check("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion");
+        check(&"{% if true %}".repeat(5000), "");
+        check(&format!("{}1{}", "{{ (".to_owned() + &"(".repeat(20_000), ")".repeat(20_000)), "");
+        check("{{ raise_exception('no ' ~ 'tools') }}", "no tools");
+        check("{{ strftime_now('%') }}{{ strftime_now('%Q%E%:') }}", "strftime_now");
+        check("{{ messages[0].content.unknown() }}", "unknown");
     }
 
     #[test]

@@ -9,6 +9,7 @@ use std::io::{self, Write as _};
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
+use std::time::Duration;
 
 use pilotlight_domain::session::{SessionSpec, TokenId};
 
@@ -115,6 +116,13 @@ impl Exchange {
                 return Turn::Step;
             }
             state = self.for_step.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Waits so long, or until the worker is ending.
+    pub(super) fn rest(&self, time: Duration) {
+        if time > Duration::ZERO {
+            let _state = self.for_step.wait_timeout_while(self.lock(), time, |state| !state.closed);
         }
     }
 

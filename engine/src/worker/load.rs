@@ -8,12 +8,12 @@ use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::thread;
 
-use pilotlight_domain::{Bandwidth, ByteCount};
 use pilotlight_loader::mapping::PoolMap;
 
+use super::clock::Instant;
 use super::exchange::{Control, Exchange};
 use super::{build, memory};
 use crate::kv::{KvLayout, KvPages};
@@ -27,8 +27,6 @@ pub(super) struct Order {
     pub(super) folder: PathBuf,
     pub(super) files: Vec<FileChunks>,
     pub(super) kv_chunks: Vec<u32>,
-    /// How fast the weights come into a simulated device's memory; none: they are used in place.
-    pub(super) copy: Option<Bandwidth>,
 }
 
 /// A model that can serve.
@@ -38,8 +36,17 @@ pub(super) struct Built {
     pub(super) text: Arc<ModelText>,
 }
 
-/// Starts a load. Send `()` when every byte is resident; drop the sender to give the load up.
-pub(super) fn start(order: Order, pool: PoolMap, exchange: Arc<Exchange>) -> io::Result<SyncSender<()>> {
+/// Every byte is resident.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Weights {
+    /// The device computes from the pool.
+    InPlace,
+    /// They are in the device's memory from then on; none: never.
+    CopiedAt(Option<Instant>),
+}
+
+/// Starts a load. Send [`Weights`] once, when every byte is resident; drop the sender to give the load up.
+pub(super) fn start(order: Order, pool: PoolMap, exchange: Arc<Exchange>) -> io::Result<SyncSender<Weights>> {
     let (resident, all_resident) = sync_channel(1);
     let name = format!("load-{}", order.model.0);
     let work = move || {
@@ -57,7 +64,7 @@ fn load(
     order: &Order,
     pool: &PoolMap,
     exchange: &Exchange,
-    resident: &Receiver<()>,
+    resident: &Receiver<Weights>,
 ) -> Result<Built, String> {
     let told = |error: &dyn Error| chain(error);
     let config_path = order.folder.join("config.json");
@@ -78,17 +85,26 @@ fn load(
             kv.layout().page_bytes()
         ));
     }
-    resident.recv().map_err(|_| "the load was given up".to_owned())?;
-    if let Some(copy) = order.copy {
-        let bytes: ByteCount = order.files.iter().map(|file| file.bytes).sum();
-        #[expect(
-            clippy::disallowed_methods,
-            reason = "a copy that is only modelled takes its time all the same"
-        )]
-        thread::sleep(bytes.at(copy));
-    }
+    wait_for_weights(resident)?;
     let model = build::model(config, &files).map_err(|error| told(&error))?;
     Ok(Built { model, kv, text })
+}
+
+/// Until every byte is where the device computes from.
+fn wait_for_weights(resident: &Receiver<Weights>) -> Result<(), String> {
+    let given_up = || "the load was given up".to_owned();
+    match resident.recv().map_err(|_| given_up())? {
+        Weights::InPlace => Ok(()),
+        Weights::CopiedAt(None) => Err("the device copies nothing: its bandwidth is 0".into()),
+        Weights::CopiedAt(Some(at)) => loop {
+            match resident.recv_timeout(at.saturating_duration_since(Instant::now())) {
+                Err(RecvTimeoutError::Timeout) => return Ok(()),
+                Err(RecvTimeoutError::Disconnected) => return Err(given_up()),
+                // Told twice.
+                Ok(_) => {}
+            }
+        },
+    }
 }
 
 /// An error with its causes, on one line.

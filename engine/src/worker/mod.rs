@@ -29,6 +29,7 @@ mod load;
 mod memory;
 mod prepare;
 mod serve;
+mod sim;
 mod warm;
 
 use std::io;
@@ -38,7 +39,6 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use pilotlight_domain::Bandwidth;
 use pilotlight_loader::mapping::{MapError, PoolMap};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
@@ -49,6 +49,7 @@ use crate::model::{Cpu, CpuError};
 use crate::protocol::{FromWorker, ToWorker};
 use exchange::{Control, Exchange};
 use serve::{Desk, DeskSettings};
+pub use sim::SimModel;
 
 /// Sessions that run at once, unless set otherwise: on a CPU, eight rows already give 6.5 times the tokens of one.
 pub const SLOTS: usize = 16;
@@ -69,15 +70,6 @@ pub struct WorkerSettings {
     pub threads: Option<usize>,
     /// Sessions that run at once, 1 to [`SLOTS_MAX`].
     pub slots: usize,
-}
-
-/// A model of a device that this machine does not have.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct SimModel {
-    /// From the process's start until it takes models.
-    pub start: Duration,
-    /// From the host pool into its own memory.
-    pub copy: Bandwidth,
 }
 
 impl Default for WorkerSettings {
@@ -162,7 +154,7 @@ pub fn run(socket: UnixStream, settings: WorkerSettings) -> Result<(), WorkerErr
         &output,
         &FromWorker::Hello {
             device: settings.device.clone(),
-            product: if settings.sim.is_some() { "simulated".into() } else { warm::product() },
+            product: settings.sim.as_ref().map_or_else(warm::product, SimModel::product),
             numerics: numerics.clone(),
             threads: cpu.threads() as u32,
         },
@@ -172,8 +164,8 @@ pub fn run(socket: UnixStream, settings: WorkerSettings) -> Result<(), WorkerErr
     let _closing = exchange::CloseOnDrop(exchange.clone());
     exchange::start_writer(exchange.clone(), output)?;
     let prompts = prepare::start(&exchange)?;
-    let copy = settings.sim.map(|sim| sim.copy);
-    let desk_settings = DeskSettings { device: settings.device, copy, numerics, slots: settings.slots };
+    let sim = settings.sim.map(sim::SimDevice::new);
+    let desk_settings = DeskSettings { device: settings.device, sim, numerics, slots: settings.slots };
     let desk = Desk::new(cpu, pool, exchange.clone(), prompts, desk_settings);
     thread::Builder::new().name("step".into()).spawn(move || desk.run())?;
     loop {

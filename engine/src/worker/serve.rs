@@ -8,15 +8,16 @@ use std::sync::Arc;
 use std::sync::mpsc::{SyncSender, TrySendError};
 use std::time::Duration;
 
-use pilotlight_domain::Bandwidth;
+use pilotlight_domain::ByteCount;
 use pilotlight_domain::session::{FailureCode, Input, SessionCommand, SessionSpec, TokenId};
 use pilotlight_loader::mapping::PoolMap;
 
 use super::clock::Instant;
 use super::exchange::{Control, Exchange, Turn};
-use super::load::{self, Built, Order};
+use super::load::{self, Built, Order, Weights};
 use super::memory;
 use super::prepare::Prompt;
+use super::sim::SimDevice;
 use crate::batch::{Batch, BatchSettings, Events, Prepared, Refusal};
 use crate::model::Cpu;
 use crate::protocol::{FromWorker, ModelKey, SessionKey, ToWorker};
@@ -41,8 +42,8 @@ const RATES_EVERY: Duration = Duration::from_secs(1);
 /// What the step thread tells in its answers.
 pub(super) struct DeskSettings {
     pub(super) device: String,
-    /// How fast weights come into a simulated device's memory.
-    pub(super) copy: Option<Bandwidth>,
+    /// If the device is only simulated.
+    pub(super) sim: Option<SimDevice>,
     pub(super) numerics: String,
     pub(super) slots: usize,
 }
@@ -74,10 +75,12 @@ enum Slot {
 
 /// A model whose bytes are on their way.
 struct Loading {
-    /// Chunks of all its files.
-    chunks: usize,
+    /// Its files: chunks and bytes of each, in order.
+    files: Vec<(usize, ByteCount)>,
+    /// Bytes that were resident when we heard last.
+    resident_bytes: ByteCount,
     /// Told once when they are all resident; dropped to give the load up.
-    resident: Option<SyncSender<()>>,
+    resident: Option<SyncSender<Weights>>,
     context_tokens_max: Option<u32>,
     /// Once the tokenizer is read.
     text: Option<Arc<ModelText>>,
@@ -167,7 +170,13 @@ impl Desk {
         let mut events = Events::new();
         let start = Instant::now();
         let stepped = serving.batch.step(&mut self.cpu, &mut events);
-        serving.batch.note(stepped, start.elapsed(), &mut events);
+        let mut took = start.elapsed();
+        if let Some(sim) = &self.settings.sim {
+            let rest = sim.rest(took);
+            self.exchange.rest(rest);
+            took += rest;
+        }
+        serving.batch.note(stepped, took, &mut events);
         let told = serving.tell(key, self.pool.chunk_bytes(), start);
         self.say(events);
         self.exchange.send(told);
@@ -190,12 +199,15 @@ impl Desk {
         match message {
             ToWorker::Hello { .. } => tracing::error!("a second greeting is ignored"),
             ToWorker::Load { model, folder, files, kv_chunks, context_tokens_max } => {
-                let copy = self.settings.copy;
-                self.load(Order { model, folder, files, kv_chunks, copy }, context_tokens_max);
+                self.load(Order { model, folder, files, kv_chunks }, context_tokens_max);
             }
             ToWorker::Resident { model, chunks } => {
                 if let Some(Slot::Loading(loading)) = self.models.get_mut(&model) {
-                    loading.resident_through(chunks as usize);
+                    loading.resident_through(
+                        chunks as usize,
+                        self.pool.chunk_bytes(),
+                        &mut self.settings.sim,
+                    );
                 }
             }
             ToWorker::Unload { model } => self.unload(model),
@@ -212,15 +224,23 @@ impl Desk {
             tracing::error!(?model, "a model's name is used twice; the second load is ignored");
             return;
         }
-        let chunks = order.files.iter().map(|file| file.chunks.len()).sum();
+        let files: Vec<_> = order.files.iter().map(|file| (file.chunks.len(), file.bytes)).collect();
+        if let Some(sim) = &mut self.settings.sim {
+            let kv = self.pool.chunk_bytes().get() * order.kv_chunks.len() as u64;
+            let weights = files.iter().map(|(_, bytes)| *bytes).sum();
+            if let Err(message) = sim.take(model, weights, ByteCount::new(kv)) {
+                return self.remember_failure(model, message);
+            }
+        }
         match load::start(order, self.pool.clone(), self.exchange.clone()) {
             Err(error) => {
-                let message = format!("start the loading thread: {error}");
-                self.exchange.send([FromWorker::LoadFailed { model, message }]);
+                self.gone(model);
+                self.remember_failure(model, format!("start the loading thread: {error}"));
             }
             Ok(resident) => {
                 let mut loading = Loading {
-                    chunks,
+                    files,
+                    resident_bytes: ByteCount::ZERO,
                     resident: Some(resident),
                     context_tokens_max,
                     text: None,
@@ -228,7 +248,7 @@ impl Desk {
                     prepared: Vec::new(),
                     unloading: false,
                 };
-                loading.resident_through(0);
+                loading.resident_through(0, self.pool.chunk_bytes(), &mut self.settings.sim);
                 self.models.insert(model, Slot::Loading(loading));
             }
         }
@@ -246,6 +266,7 @@ impl Desk {
         let Some(Slot::Loading(loading)) = self.models.remove(&model) else { return };
         if loading.unloading {
             drop(built);
+            self.gone(model);
             self.exchange.send([FromWorker::Unloaded { model }]);
             return;
         }
@@ -276,15 +297,28 @@ impl Desk {
 
     fn load_failed(&mut self, model: ModelKey, message: String) {
         let Some(Slot::Loading(loading)) = self.models.remove(&model) else { return };
+        self.gone(model);
         if loading.unloading {
             self.exchange.send([FromWorker::Unloaded { model }]);
             return;
         }
+        self.remember_failure(model, message);
+    }
+
+    /// Says that a model cannot be served, also to its sessions, those that come late included.
+    fn remember_failure(&mut self, model: ModelKey, message: String) {
         tracing::warn!(?model, message, "a model cannot be served");
         self.fail_all(model, &Refusal::elsewhere(FailureCode::LoadFailed, message.clone()));
         self.failed.truncate(FAILED_KEPT - 1);
         self.failed.push_front((model, message.clone()));
         self.exchange.send([FromWorker::LoadFailed { model, message }]);
+    }
+
+    /// The device's memory has room for another model.
+    fn gone(&mut self, model: ModelKey) {
+        if let Some(sim) = &mut self.settings.sim {
+            sim.give_back(model);
+        }
     }
 
     fn unload(&mut self, model: ModelKey) {
@@ -301,6 +335,7 @@ impl Desk {
             Some(Slot::Serving(_)) => {
                 // Its weights and pages go with it: only then is it said to be unloaded.
                 self.models.remove(&model);
+                self.gone(model);
                 self.fail_all(model, &draining);
                 self.exchange.send([FromWorker::Unloaded { model }]);
             }
@@ -314,6 +349,11 @@ impl Desk {
             tracing::warn!(?model, "KV memory for a model that does not serve yet is ignored");
             return;
         };
+        let bytes = ByteCount::new(self.pool.chunk_bytes().get() * chunks.len() as u64);
+        if self.settings.sim.as_mut().is_some_and(|sim| !sim.grow(model, bytes)) {
+            tracing::warn!(?model, %bytes, "KV memory beyond the simulated device's own is ignored");
+            return;
+        }
         serving.kv_chunks_wanted = 0;
         match memory::map_kv(&self.pool, chunks) {
             Ok(region) => serving.batch.grant(region),
@@ -469,13 +509,31 @@ impl Loading {
         self.untokenized.len() < EARLY_MAX && waiting + prompt_bytes(spec) <= PROMPT_BYTES_MAX
     }
 
-    fn resident_through(&mut self, chunks: usize) {
-        if chunks >= self.chunks
+    fn resident_through(&mut self, chunks: usize, chunk_bytes: ByteCount, sim: &mut Option<SimDevice>) {
+        let bytes = self.bytes_through(chunks, chunk_bytes);
+        let fresh = ByteCount::new(bytes.get().saturating_sub(self.resident_bytes.get()));
+        self.resident_bytes = self.resident_bytes.max(bytes);
+        let weights = match sim {
+            Some(sim) => Weights::CopiedAt(sim.copy(fresh, Instant::now())),
+            None => Weights::InPlace,
+        };
+        if chunks >= self.files.iter().map(|file| file.0).sum()
             && let Some(resident) = self.resident.as_ref()
         {
             // Full only when told before; gone only when the load has failed, which says so itself.
-            let _ = resident.try_send(());
+            let _ = resident.try_send(weights);
         }
+    }
+
+    /// Bytes of the first chunks of all files together.
+    fn bytes_through(&self, mut chunks: usize, chunk_bytes: ByteCount) -> ByteCount {
+        let mut bytes = 0;
+        for (count, length) in &self.files {
+            let here = chunks.min(*count);
+            bytes += length.get().min(here as u64 * chunk_bytes.get());
+            chunks -= here;
+        }
+        ByteCount::new(bytes)
     }
 }
 

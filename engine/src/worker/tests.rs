@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use pilotlight_domain::ByteCount;
 use pilotlight_domain::session::{
-    FailureCode, FinishReason, Input, Message, Sampling, SessionCommand, SessionEvent, SessionSpec,
+    FailureCode, FinishReason, Grammar, Input, Message, Sampling, SessionCommand, SessionEvent, SessionSpec,
 };
 use pilotlight_loader::pool::{FreeChunk, HostPool, Resident};
 
@@ -36,9 +36,13 @@ struct Agent {
 
 impl Agent {
     fn start() -> Agent {
+        Agent::with(WorkerSettings { threads: Some(1), slots: 4, ..WorkerSettings::default() })
+    }
+
+    fn with(settings: WorkerSettings) -> Agent {
         let (socket, theirs) = UnixStream::pair().unwrap();
         socket.set_read_timeout(Some(PATIENCE)).unwrap();
-        let settings = WorkerSettings { threads: Some(1), slots: 4, ..WorkerSettings::default() };
+        let named = settings.device.clone();
         let worker = thread::spawn(move || run(theirs, settings));
         let pool = HostPool::create(ByteCount::from_mib(4), CHUNK).unwrap();
         let hello = ToWorker::Hello { chunk_bytes: CHUNK, chunks: pool.chunks_total() };
@@ -46,7 +50,7 @@ impl Agent {
         let mut input = FrameReader::new(socket.try_clone().unwrap());
         let greeting = input.read::<FromWorker>().unwrap().unwrap();
         let FromWorker::Hello { device, threads, numerics, .. } = greeting else { panic!("{greeting:?}") };
-        assert_eq!((device.as_str(), threads), ("cpu", 1));
+        assert_eq!((device, threads), (named, 1));
         assert!(numerics.starts_with("cpu-"), "{numerics}");
         let (resident, granted, log, said) = Default::default();
         Agent { socket, input, pool, worker, resident, granted, log, said }
@@ -449,6 +453,142 @@ fn memory_that_is_lacking_is_asked_for_and_taken() {
     assert!((0..3).all(|session| agent.log.of(session).done().is_some()));
     agent.leave().unwrap();
     drop(chunks);
+}
+
+fn simulated(model: SimModel) -> WorkerSettings {
+    let device = "sim".into();
+    WorkerSettings { device, sim: Some(model), threads: Some(1), slots: 4, ..WorkerSettings::default() }
+}
+
+/// Takes 40 milliseconds to start and copies 2 MiB each second.
+const SLOW: SimModel = SimModel {
+    start: Duration::from_millis(40),
+    copy: pilotlight_domain::Bandwidth::bytes_per_second((2 << 20) as f64),
+    memory: ByteCount::from_mib(4),
+    speed: 0.5,
+};
+
+#[test]
+fn a_simulated_device_starts_copies_and_computes_as_it_is_modelled() {
+    let folder = speaking_checkpoint(2);
+    let whole = alone(folder.path(), kinds().remove(1));
+    let start = Instant::now();
+    let mut agent = Agent::with(simulated(SLOW));
+    assert!(start.elapsed() >= SLOW.start);
+    let bytes: usize = std::fs::read_dir(folder.path())
+        .unwrap()
+        .map(|entry| entry.unwrap())
+        .filter(|entry| entry.file_name().to_string_lossy().ends_with(".safetensors"))
+        .map(|entry| entry.metadata().unwrap().len() as usize)
+        .sum();
+    let start = Instant::now();
+    agent.load(1, folder.path(), 4);
+    assert!(start.elapsed() >= ByteCount::new(bytes as u64).at(SLOW.copy), "{:?}", start.elapsed());
+    agent.open(1, 1, kinds().remove(1));
+    agent.finish([1]);
+    // Its numerics are the CPU's, and so are its tokens.
+    assert_eq!((&agent.log.of(1).tokens, &agent.log.of(1).last), (&whole.tokens, &whole.last));
+    // A copy that would take for ever is given up as quickly as any load.
+    agent.unload(1);
+    agent.leave().unwrap();
+    let never = SimModel { copy: pilotlight_domain::Bandwidth::bytes_per_second(0.001), ..SLOW };
+    let mut agent = Agent::with(simulated(never));
+    let fills = agent.announce(1, folder.path(), 4);
+    agent.fill(1, fills);
+    agent.open(1, 1, kinds().remove(1));
+    agent.unload(1);
+    assert_eq!(agent.failure(1), FailureCode::Draining);
+    agent.leave().unwrap();
+    // An agent that leaves while it starts is noticed.
+    let (socket, theirs) = UnixStream::pair().unwrap();
+    let pool = HostPool::create(ByteCount::from_mib(4), CHUNK).unwrap();
+    let hello = ToWorker::Hello { chunk_bytes: CHUNK, chunks: pool.chunks_total() };
+    frame::send_hello(&socket, &hello, pool.fd()).unwrap();
+    drop(socket);
+    run(theirs, simulated(SimModel { start: Duration::from_secs(3600), ..SLOW })).unwrap();
+}
+
+#[test]
+fn a_simulated_device_refuses_what_does_not_fit() {
+    let folder = speaking_checkpoint(1);
+    let memory = ByteCount::from_kib(700);
+    let mut agent = Agent::with(simulated(SimModel { memory, start: Duration::ZERO, ..SLOW }));
+    agent.load(1, folder.path(), 2);
+    let fills = agent.announce(2, folder.path(), 2);
+    agent.open(1, 2, kinds().remove(0));
+    agent.fill(2, fills);
+    agent.finish([1]);
+    assert_eq!(agent.failure(1), FailureCode::LoadFailed);
+    let failed = agent.said.iter().find_map(|said| match said {
+        FromWorker::LoadFailed { message, .. } => Some(message.clone()),
+        _ => None,
+    });
+    let failed = failed.unwrap();
+    assert!(failed.contains("128KiB for keys and values; the device's memory of 700KiB has"), "{failed}");
+    agent.unload(2);
+    agent.unload(1);
+    agent.load(3, folder.path(), 2);
+    agent.leave().unwrap();
+}
+
+#[test]
+fn absurd_requests_end_alone_and_the_worker_goes_on() {
+    let folder = speaking_checkpoint(1);
+    let mut agent = Agent::start();
+    agent.load(1, folder.path(), 4);
+    let base = Sampling { max_tokens: Some(3), ignore_eos: true, ..Sampling::default() };
+    let ids = Input::Tokens(vec![5, 6]);
+    let absurd = [
+        Sampling { temperature: Some(f32::MAX), ..base.clone() },
+        Sampling { temperature: Some(-4.0), top_p: Some(-1.0), top_k: Some(u32::MAX), ..base.clone() },
+        Sampling {
+            temperature: Some(1e-38),
+            min_p: Some(7.0),
+            repetition_penalty: Some(0.0),
+            ..base.clone()
+        },
+        Sampling { frequency_penalty: f32::MAX, presence_penalty: f32::MIN, ..base.clone() },
+        Sampling {
+            repetition_penalty: Some(-1e30),
+            logit_bias: [(3, f32::MAX), (4, f32::MIN)].into(),
+            ..base.clone()
+        },
+        Sampling {
+            max_tokens: Some(u32::MAX),
+            seed: u64::MAX,
+            stop: vec![String::new(); 64],
+            ..base.clone()
+        },
+    ];
+    let refused = [
+        Sampling { stop: vec!["s".into(); 1_000_000], ..base.clone() },
+        Sampling { stop: vec!["s".repeat(1_000_000)], ..base.clone() },
+        Sampling { logprobs: Some(u32::MAX), ..base.clone() },
+        Sampling { logit_bias: [(u32::MAX, 1.0)].into(), ..base.clone() },
+        Sampling { logit_bias: (0..100_000).map(|id| (id, 1.0)).collect(), ..base.clone() },
+        Sampling { grammar: Some(Grammar::JsonSchema(r#"{"type":7}"#.into())), ..base.clone() },
+        Sampling { grammar: Some(Grammar::JsonSchema("[".repeat(1_000_000))), ..base.clone() },
+    ];
+    let fine = absurd.len() as u64;
+    for (key, sampling) in (0..).zip(absurd.into_iter().chain(refused)) {
+        agent.open(key, 1, spec(ids.clone(), sampling));
+    }
+    let strange = [vec![], vec![u32::MAX], vec![5; 500_000]];
+    for (key, prompt) in (100..).zip(strange) {
+        agent.open(key, 1, spec(Input::Tokens(prompt), base.clone()));
+    }
+    let many = SessionSpec { generated: vec![7; 500_000], ..spec(ids.clone(), base.clone()) };
+    agent.open(103, 1, many);
+    agent.open(104, 1, SessionSpec { generated: vec![u32::MAX], ..spec(ids.clone(), base) });
+    agent.finish((0..fine + 7).chain(100..105));
+    (0..fine).for_each(|key| assert!(agent.log.of(key).done().is_some(), "{key}: {:?}", agent.log.of(key)));
+    (fine..fine + 7).for_each(|key| assert_eq!(agent.failure(key), FailureCode::BadRequest));
+    assert_eq!(agent.failure(100), FailureCode::BadRequest);
+    assert_eq!(agent.failure(101), FailureCode::BadRequest);
+    assert_eq!(agent.failure(102), FailureCode::ContextLengthExceeded);
+    assert_eq!(agent.log.of(103).done().unwrap().1.completion_tokens, 3);
+    assert_eq!(agent.failure(104), FailureCode::BadRequest);
+    agent.leave().unwrap();
 }
 
 #[test]
