@@ -8,6 +8,8 @@ mod commands;
 mod failure;
 mod output;
 mod progress;
+#[cfg(test)]
+mod reference;
 mod run;
 mod server;
 mod up;
