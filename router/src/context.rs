@@ -7,8 +7,10 @@ use pilotlight_kit::clock::Clock;
 use tokio::sync::watch;
 use tokio_util::task::TaskTracker;
 
+use crate::budget::RetryBudget;
 use crate::demand::Demand;
 use crate::hold::Gate;
+use crate::lookup::{Lookup, ON_ITS_WAY};
 use crate::metrics::Metrics;
 use crate::registry::{Changes, Registry};
 use crate::sessions::Sessions;
@@ -29,13 +31,11 @@ pub(crate) struct Context {
     pub(crate) queue_max: Duration,
     /// One for each request that is being answered.
     pub(crate) tasks: TaskTracker,
+    pub(crate) lookup: Lookup,
+    pub(crate) retries: RetryBudget,
     /// Counts the changes of the registry.
     pub(crate) changes: watch::Sender<u64>,
 }
-
-/// A Model that was applied a moment ago may be on its way here: an unknown name is looked up again for so long, at
-/// each change of the index.
-const ON_ITS_WAY: Duration = Duration::from_millis(200);
 
 impl Context {
     pub(crate) fn registry(&self) -> RwLockReadGuard<'_, Registry> {
@@ -63,11 +63,19 @@ impl Context {
         self.changes.send_modify(|n| *n += 1);
     }
 
-    /// Waits, not long, until a model is known under this name. Dropping it half-way is safe.
+    /// Before a name is called unknown: asks the store, and waits, not long, for the index to learn what the store
+    /// knows. Costs nothing where the index knows the name. Dropping it half-way is safe.
     pub(crate) async fn becomes_known(&self, name: &str) {
+        let unknown = || self.registry().resolve(name).is_none();
+        if !unknown() {
+            return;
+        }
         let mut changes = self.changes.subscribe();
-        let known =
-            async { while self.registry().resolve(name).is_none() && changes.changed().await.is_ok() {} };
+        let known = async {
+            if self.lookup.knows(name).await {
+                while unknown() && changes.changed().await.is_ok() {}
+            }
+        };
         let _in_time = tokio::time::timeout(ON_ITS_WAY, known).await;
     }
 

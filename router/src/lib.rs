@@ -34,10 +34,12 @@
 //! anything but how long somebody has waited.
 #![forbid(unsafe_code)]
 
+mod budget;
 mod context;
 mod demand;
 mod hold;
 mod http;
+mod lookup;
 mod metrics;
 mod openai;
 mod registry;

@@ -155,11 +155,19 @@ impl Registry {
 
     /// The Model that clients mean by `name`.
     pub(crate) fn resolve(&self, name: &str) -> Option<Arc<ModelView>> {
-        if let Some(model) = self.names.get(name) {
-            return self.models.get(model).cloned();
+        // Before any served name: those may have a slash too.
+        let whole = name.split_once('/').and_then(|(namespace, name)| ModelName::new(namespace, name).ok());
+        if let Some(model) = whole.and_then(|name| self.models.get(&name)) {
+            return Some(model.clone());
         }
-        let (namespace, name) = name.split_once('/')?;
-        self.models.get(&ModelName::new(namespace, name).ok()?).cloned()
+        self.models.get(self.names.get(name)?).cloned()
+    }
+
+    /// Seconds that a request would wait for the model's load: 0 where a replica is ready, none where nobody knows.
+    /// Every number that a client is told of a wait to come is this one, less what has passed of it.
+    pub(crate) fn estimate(&self, model: &ModelName) -> Option<f64> {
+        let ready = self.standing(model).is_some_and(|s| s.replicas.iter().any(|r| r.ready));
+        if ready { Some(0.0) } else { self.models.get(model)?.estimate }
     }
 
     /// What the model's queue must know.
@@ -206,8 +214,8 @@ impl Registry {
             ModelPhase::Terminating => "terminating",
         };
         // The name that surely means this model.
-        let id = match self.names.get(&view.served_name) {
-            Some(owner) if *owner == view.name => view.served_name.clone(),
+        let id = match self.resolve(&view.served_name) {
+            Some(owner) if owner.name == view.name => view.served_name.clone(),
             _ => view.name.to_string(),
         };
         ModelObject {
@@ -216,7 +224,7 @@ impl Registry {
             created: view.created_seconds,
             owned_by: view.name.namespace.clone(),
             state,
-            estimated_start_seconds: if ready { Some(0.0) } else { view.estimate },
+            estimated_start_seconds: self.estimate(&view.name),
             aliases: view
                 .aliases
                 .iter()

@@ -11,9 +11,11 @@ use pilotlight_store::{ClusterStore, Filter, reflect};
 use tokio::sync::watch;
 use tokio_util::task::TaskTracker;
 
+use crate::budget::RetryBudget;
 use crate::context::Context;
 use crate::demand::{Demand, Ledger};
 use crate::hold::{Bounds, Gate};
+use crate::lookup::Lookup;
 use crate::metrics::Metrics;
 use crate::registry::Registry;
 use crate::sessions::Sessions;
@@ -56,6 +58,8 @@ impl Router {
             clock,
             queue_max: config.queue_max,
             tasks: TaskTracker::new(),
+            lookup: Lookup::new(store.clone()),
+            retries: RetryBudget::new(),
             changes: watch::Sender::new(0),
         };
         let (ready, _) = watch::channel(Readiness::Starting(STARTING.into()));

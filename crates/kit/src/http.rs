@@ -12,10 +12,32 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio_util::task::TaskTracker;
 use tower::ServiceExt as _;
 
+use self::stall::Unstalled;
 use crate::{Backoff, Stop};
 
-/// A slow client has so long to send its request's headers.
+mod stall;
+
+/// A slow client has so long to send its request's headers; a connection that waits for the next request is closed
+/// after as long.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(30);
+/// Headers, and what is written ahead of a slow reader: several times what browsers and SDKs send, and 64 MiB for a
+/// thousand connections.
+const BUFFER_BYTES_MAX: usize = 64 << 10;
+/// A client that takes no byte for so long is cut.
+const STALL_MAX: Duration = Duration::from_secs(30);
+/// A silent HTTP/2 client is asked after so long whether it is there, and has as long to answer.
+const PING: Duration = Duration::from_secs(20);
+
+/// Who sent a request: among the extensions of each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Peer(pub SocketAddr);
+
+impl Peer {
+    /// Whether it is this machine.
+    pub fn is_loopback(&self) -> bool {
+        self.0.ip().to_canonical().is_loopback()
+    }
+}
 
 /// An address that cannot be listened on.
 #[derive(Debug, thiserror::Error)]
@@ -47,7 +69,10 @@ pub async fn bind(address: &str) -> Result<TcpListener, BindError> {
 }
 
 /// Serves `app` until `stop` is graceful; then finishes what is open, at most for `grace` or until `stop` aborts.
-/// Idle connections are closed at once. HTTP/1.1 and HTTP/2 on the same port.
+/// Idle connections are closed at once. HTTP/1.1 and HTTP/2 on the same port. Every request has its [`Peer`].
+///
+/// Bounded: headers in bytes (431) and time, a client's silence, and what is written ahead of a client that does not
+/// read. A client that closes its half of a connection is gone: nobody else can tell it from one that died.
 ///
 /// Dropping it half-way drops every connection.
 pub async fn serve(listener: TcpListener, app: axum::Router, stop: Stop, grace: Duration) {
@@ -84,13 +109,24 @@ pub async fn serve(listener: TcpListener, app: axum::Router, stop: Stop, grace: 
 async fn connection(stream: TcpStream, peer: SocketAddr, app: axum::Router, stop: Stop) {
     // Tokens are small and must leave at once.
     let _best_effort = stream.set_nodelay(true);
-    let service = hyper::service::service_fn(move |request: Request<Incoming>| {
+    let service = hyper::service::service_fn(move |mut request: Request<Incoming>| {
+        request.extensions_mut().insert(Peer(peer));
         app.clone().oneshot(request.map(axum::body::Body::new))
     });
     let mut builder = auto::Builder::new(TokioExecutor::new());
-    builder.http1().timer(TokioTimer::new()).header_read_timeout(HEADER_TIMEOUT);
-    builder.http2().timer(TokioTimer::new());
-    let serving = builder.serve_connection(TokioIo::new(stream), service);
+    builder
+        .http1()
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEADER_TIMEOUT)
+        .max_buf_size(BUFFER_BYTES_MAX);
+    builder
+        .http2()
+        .timer(TokioTimer::new())
+        .keep_alive_interval(PING)
+        .keep_alive_timeout(PING)
+        .max_header_list_size(BUFFER_BYTES_MAX as u32)
+        .max_send_buf_size(BUFFER_BYTES_MAX);
+    let serving = builder.serve_connection(TokioIo::new(Unstalled::new(stream, STALL_MAX)), service);
     tokio::pin!(serving);
     let ended = tokio::select! {
         ended = &mut serving => ended,
@@ -118,6 +154,34 @@ mod tests {
         let held = bind("127.0.0.1:0").await.unwrap();
         let again = bind(&held.local_addr().unwrap().to_string()).await.unwrap_err();
         assert!(again.to_string().contains("another program uses it"), "{again}");
+    }
+
+    #[tokio::test]
+    async fn headers_are_bounded_and_requests_know_their_peer() {
+        let app = axum::Router::new().route(
+            "/peer",
+            axum::routing::get(async |request: Request| {
+                let peer = *request.extensions().get::<Peer>().unwrap();
+                format!("{} {}", peer.0.ip(), peer.is_loopback())
+            }),
+        );
+        let listener = bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        tokio::spawn(serve(listener, app, Stop::new(), Duration::ZERO));
+        let ask = async |header: &str| {
+            let mut client = TcpStream::connect(address).await.unwrap();
+            let request =
+                format!("GET /peer HTTP/1.1\r\nhost: a\r\nconnection: close\r\nx: {header}\r\n\r\n");
+            let _cut_off = client.write_all(request.as_bytes()).await;
+            let mut answer = Vec::new();
+            let _reset = client.read_to_end(&mut answer).await;
+            String::from_utf8(answer).unwrap()
+        };
+        let answer = ask("y").await;
+        assert!(answer.starts_with("HTTP/1.1 200") && answer.ends_with("127.0.0.1 true"), "{answer}");
+        let answer = ask(&"y".repeat(2 * BUFFER_BYTES_MAX)).await;
+        assert!(answer.is_empty() || answer.starts_with("HTTP/1.1 431"), "{answer}");
+        assert!(ask("y").await.starts_with("HTTP/1.1 200"));
     }
 
     #[tokio::test]

@@ -49,6 +49,8 @@ fn the_older_model_keeps_a_name_and_the_full_name_always_works() {
     registry.on_model(Reflected::Restarted(vec![
         model("b", NEW, json!({"servedName": "chat", "aliases": ["fast", "a"]}), json!({})),
         model("a", OLD, json!({"servedName": "chat"}), json!({})),
+        // It may be called like another's full name, but does not take it.
+        model("c", OLD, json!({"servedName": "default/a", "aliases": ["org/name"]}), json!({})),
     ]));
     for (asked, means) in [
         ("chat", Some("a")),
@@ -58,6 +60,7 @@ fn the_older_model_keeps_a_name_and_the_full_name_always_works() {
         ("default/a", Some("a")),
         ("default/b", Some("b")),
         ("other/a", None),
+        ("org/name", Some("c")),
         ("nothing", None),
         ("", None),
         ("../x", None),

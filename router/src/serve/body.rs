@@ -1,8 +1,9 @@
 //! Bodies: the request's, read up to its bound, and the answer's, which keeps its lease until the last byte has left.
 
+use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -11,7 +12,7 @@ use axum::http::{HeaderMap, HeaderValue, header};
 use bytes::{Buf as _, Bytes};
 use http_body::{Frame, SizeHint};
 use http_body_util::{BodyExt as _, LengthLimitError, Limited};
-use tokio::sync::mpsc;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 
 use super::headers::MIGRATIONS;
 use crate::openai::{ApiError, Code};
@@ -54,8 +55,65 @@ pub(crate) struct LeasedBody<L> {
 enum Content {
     Whole(Bytes),
     /// With what its trailer tells: the moves of its sessions.
-    Stream(mpsc::Receiver<Bytes>, Arc<AtomicU32>),
+    Stream(Pieces, Arc<AtomicU32>),
     Ended,
+}
+
+/// What may wait for a connection, in bytes.
+const BUFFER_BYTES_MAX: usize = 64 << 10;
+/// And in number: the bytes are the bound, this keeps the list of them short.
+const PIECES_MAX: usize = 1_024;
+
+/// A stream's buffer, its writer's and its reader's end: bounded in bytes.
+pub(crate) fn buffer() -> (PieceSender, Pieces) {
+    let (send, receive) = mpsc::channel(PIECES_MAX);
+    let cut = Arc::new(AtomicBool::new(false));
+    let room = Arc::new(Semaphore::new(BUFFER_BYTES_MAX));
+    (PieceSender { send, room, cut: cut.clone() }, Pieces { receive, cut })
+}
+
+struct Piece {
+    bytes: Bytes,
+    _room: OwnedSemaphorePermit,
+}
+
+/// See [`buffer`].
+pub(crate) struct PieceSender {
+    send: mpsc::Sender<Piece>,
+    room: Arc<Semaphore>,
+    cut: Arc<AtomicBool>,
+}
+
+/// See [`buffer`].
+pub(crate) struct Pieces {
+    receive: mpsc::Receiver<Piece>,
+    cut: Arc<AtomicBool>,
+}
+
+impl PieceSender {
+    /// Waits for room; false: the reader is gone. Dropping it half-way sends nothing.
+    pub(crate) async fn send(&self, bytes: Bytes) -> bool {
+        // A piece that is larger than the buffer has it for itself.
+        let size = u32::try_from(bytes.len().min(BUFFER_BYTES_MAX)).unwrap_or(0);
+        let room = tokio::select! {
+            room = self.room.clone().acquire_many_owned(size) => room,
+            () = self.send.closed() => return false,
+        };
+        match room {
+            Ok(room) => self.send.send(Piece { bytes, _room: room }).await.is_ok(),
+            Err(_closed) => false,
+        }
+    }
+
+    /// Resolves when the reader is gone.
+    pub(crate) async fn closed(&self) {
+        self.send.closed().await;
+    }
+
+    /// The end of this stream is not the end of an answer: its connection is broken off.
+    pub(crate) fn cut(self) {
+        self.cut.store(true, Ordering::Relaxed);
+    }
 }
 
 impl<L> LeasedBody<L> {
@@ -63,14 +121,14 @@ impl<L> LeasedBody<L> {
         LeasedBody { content: Content::Whole(bytes), _lease: lease }
     }
 
-    pub(crate) fn stream(pieces: mpsc::Receiver<Bytes>, moves: Arc<AtomicU32>, lease: L) -> Self {
+    pub(crate) fn stream(pieces: Pieces, moves: Arc<AtomicU32>, lease: L) -> Self {
         LeasedBody { content: Content::Stream(pieces, moves), _lease: lease }
     }
 }
 
 impl<L: Unpin> http_body::Body for LeasedBody<L> {
     type Data = Bytes;
-    type Error = std::convert::Infallible;
+    type Error = io::Error;
 
     fn poll_frame(
         mut self: Pin<&mut Self>,
@@ -81,8 +139,12 @@ impl<L: Unpin> http_body::Body for LeasedBody<L> {
                 Poll::Ready(Some(Ok(Frame::data(std::mem::take(bytes)))))
             }
             Content::Whole(_) | Content::Ended => Poll::Ready(None),
-            Content::Stream(pieces, moves) => match ready!(pieces.poll_recv(cx)) {
-                Some(bytes) => Poll::Ready(Some(Ok(Frame::data(bytes)))),
+            Content::Stream(pieces, moves) => match ready!(pieces.receive.poll_recv(cx)) {
+                _ if pieces.cut.load(Ordering::Relaxed) => {
+                    self.content = Content::Ended;
+                    Poll::Ready(Some(Err(io::Error::new(io::ErrorKind::TimedOut, "read too slowly"))))
+                }
+                Some(piece) => Poll::Ready(Some(Ok(Frame::data(piece.bytes)))),
                 None => {
                     let moves = HeaderValue::from(moves.load(Ordering::Relaxed));
                     self.content = Content::Ended;
@@ -102,5 +164,36 @@ impl<L: Unpin> http_body::Body for LeasedBody<L> {
             Content::Stream(..) => SizeHint::default(),
             Content::Ended => SizeHint::with_exact(0),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_buffer_is_bounded_in_bytes_and_a_cut_is_no_end() {
+        let (send, pieces) = buffer();
+        let piece = Bytes::from(vec![b'x'; BUFFER_BYTES_MAX / 4]);
+        for _ in 0..4 {
+            assert!(send.send(piece.clone()).await);
+        }
+        let more = tokio::time::timeout(Duration::from_millis(10), send.send(piece.clone())).await;
+        assert!(more.is_err(), "it is full");
+        let mut body = LeasedBody::stream(pieces, Arc::default(), ());
+        assert_eq!(body.frame().await.unwrap().unwrap().into_data().unwrap(), piece);
+        assert!(send.send(piece).await);
+        send.cut();
+        assert_eq!(body.frame().await.unwrap().unwrap_err().kind(), io::ErrorKind::TimedOut);
+        assert!(body.frame().await.is_none());
+    }
+
+    #[tokio::test]
+    async fn a_reader_that_leaves_is_noticed_by_a_writer_that_waits() {
+        let (send, pieces) = buffer();
+        let large = Bytes::from(vec![b'x'; 3 * BUFFER_BYTES_MAX]);
+        assert!(send.send(large.clone()).await);
+        let (sent, ()) = tokio::join!(send.send(large), async { drop(pieces) });
+        assert!(!sent);
     }
 }

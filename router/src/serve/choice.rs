@@ -6,9 +6,9 @@
 //!     └── again ◄──────┴──────────┘
 //! ```
 //!
-//! What happens before an agent took the session costs nothing and is tried again for as long as the request may
-//! be held: an agent that is away, restarts, or does not know its order yet; a loss that is said is tried again a
-//! bounded number of times. From `accepted` on a loss is recovered by replay: see [`session`](super::session).
+//! What happens before an agent took the session costs nothing. A model's only replica is tried again for as long as
+//! the request may be held: its agent may be away, restart, or not know its order yet. A retry, at another replica or
+//! after a loss that is said, is bounded for each request and, as a share, for all. From `accepted` on a loss is recovered by replay: see [`session`](super::session).
 
 use std::time::Duration;
 
@@ -114,12 +114,14 @@ impl Choice<'_> {
                 Outcome::Again { why, counted } => {
                     self.session.taken(false);
                     retries += u32::from(counted);
-                    if retries > job.model.retries {
+                    if counted && (retries > job.model.retries || !job.cx.retries.take()) {
                         return Err(why);
                     }
                     job.cx.metrics.retries.inc();
                     tracing::debug!(request = %job.id, replica = replica.0, why = %why.message, "session tried again");
-                    entry.avoid.push(replica);
+                    if !entry.avoid.contains(&replica) {
+                        entry.avoid.push(replica);
+                    }
                     entry.note = Some(why.message);
                 }
             }
@@ -167,7 +169,7 @@ impl Choice<'_> {
         };
         place.unreachable();
         let why = ApiError::new(Code::UpstreamFailed, format!("the session was lost: {why}"));
-        Outcome::Again { why, counted: nonsense }
+        Outcome::Again { why, counted: nonsense || job.has_other_replica(&place) }
     }
 
     /// A worker has the session, or lost it.
@@ -224,7 +226,9 @@ impl Choice<'_> {
             }
             OpenError::Unreachable { .. } => {
                 place.unreachable();
-                Outcome::Again { why: ApiError::new(Code::UpstreamFailed, error.to_string()), counted: false }
+                // The only replica is waited for; from one to the next is a retry.
+                let counted = self.job.has_other_replica(place);
+                Outcome::Again { why: ApiError::new(Code::UpstreamFailed, error.to_string()), counted }
             }
             OpenError::Strange { .. } => {
                 place.unreachable();
@@ -346,8 +350,7 @@ impl Job {
 
     /// A 503 with the time after which it is worth trying again.
     fn unavailable(&self, code: Code, message: String) -> ApiError {
-        let left = self.model.estimate.unwrap_or(1.0) - self.arrived.elapsed().as_secs_f64();
-        ApiError::new(code, message).retry_after(left, fastrand::f64())
+        ApiError::new(code, message).retry_after(self.remaining().unwrap_or(1.0), fastrand::f64())
     }
 
     fn hold_expired(&self, cold: bool, note: Option<String>) -> ApiError {

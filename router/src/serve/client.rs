@@ -8,25 +8,24 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use pilotlight_domain::session::Usage;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use super::Job;
+use super::body::{PieceSender, Pieces, buffer};
 use super::choice::{Said, What};
 use super::headers::Served;
 use crate::metrics::Start;
 use crate::openai::ApiError;
 use crate::openai::response::{self, Choice, Envelope};
 
-/// Events that the connection has not taken yet: about 200 × 300 bytes ≈ 64 KiB.
-const PIECES_MAX: usize = 200;
 /// A client that takes nothing for that long is cut.
 const SLOW_MAX: Duration = Duration::from_secs(30);
 
 /// The head of an answer, and how its body comes.
 pub(super) enum Answer {
     Whole(Option<Box<Served>>, Vec<u8>),
-    Stream(Option<Box<Served>>, mpsc::Receiver<Bytes>),
+    Stream(Option<Box<Served>>, Pieces),
     Refused(ApiError),
 }
 
@@ -37,7 +36,7 @@ pub(super) struct Client<'a> {
     /// Until the head is sent.
     reply: Option<oneshot::Sender<Answer>>,
     /// From the head on, of a stream.
-    pieces: Option<mpsc::Sender<Bytes>>,
+    pieces: Option<PieceSender>,
     choices: Vec<Choice>,
     usages: HashMap<usize, Usage>,
     served: Option<Box<Served>>,
@@ -126,7 +125,7 @@ impl<'a> Client<'a> {
             return true;
         }
         if let Some(reply) = self.reply.take() {
-            let (pieces, body) = mpsc::channel(PIECES_MAX);
+            let (pieces, body) = buffer();
             self.pieces = Some(pieces);
             if reply.send(Answer::Stream(self.served.clone(), body)).is_err() {
                 self.lost();
@@ -134,16 +133,16 @@ impl<'a> Client<'a> {
             }
         }
         let Some(pieces) = &self.pieces else { return false };
-        match pieces.send_timeout(Bytes::from(events), SLOW_MAX).await {
-            Ok(()) => true,
-            Err(error) => {
-                if matches!(error, mpsc::error::SendTimeoutError::Timeout(_)) {
-                    tracing::info!(request = %self.job.id, "client reads too slowly, cut");
-                }
-                self.lost();
-                false
-            }
+        let sent = tokio::time::timeout(SLOW_MAX, pieces.send(Bytes::from(events))).await;
+        if matches!(sent, Ok(true)) {
+            return true;
         }
+        if sent.is_err() {
+            tracing::info!(request = %self.job.id, "client reads too slowly, cut");
+            self.pieces.take().into_iter().for_each(PieceSender::cut);
+        }
+        self.lost();
+        false
     }
 
     async fn fail(&mut self, error: ApiError) {

@@ -127,6 +127,11 @@ pub(crate) struct Cold {
     pub(crate) phases: Phases,
 }
 
+/// How long it waited for a place, or for being refused one.
+pub(crate) fn write_queued(headers: &mut HeaderMap, queued: Duration) {
+    headers.insert(QUEUE_MS, HeaderValue::from(u64::try_from(queued.as_millis()).unwrap_or(u64::MAX)));
+}
+
 impl Served {
     /// `cpu`, `sim` or `gpu`: which one of them is nobody's business.
     pub(crate) fn kind(&self) -> &str {
@@ -134,8 +139,7 @@ impl Served {
     }
 
     pub(crate) fn write(&self, headers: &mut HeaderMap) {
-        headers
-            .insert(QUEUE_MS, HeaderValue::from(u64::try_from(self.queued.as_millis()).unwrap_or(u64::MAX)));
+        write_queued(headers, self.queued);
         if let Ok(kind) = HeaderValue::from_str(self.kind()) {
             headers.insert(SERVED_BY, kind);
         }

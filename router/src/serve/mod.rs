@@ -135,7 +135,8 @@ fn refuse(cx: &Context, task: Task, error: ApiError) -> Response<Body> {
 }
 
 async fn serve(job: Job) -> Response<Body> {
-    let cx = job.cx.clone();
+    let (cx, arrived) = (job.cx.clone(), job.arrived);
+    cx.retries.deposit();
     let lease = Arc::new(Lease { _body: cx.demand.body(&job.model.name), _inflight: cx.in_flight() });
     let (stream, moves) = (job.request.stream, job.moves.clone());
     let (reply, answer) = oneshot::channel();
@@ -143,7 +144,11 @@ async fn serve(job: Job) -> Response<Body> {
     let (head, body) = match answer.await {
         Ok(Answer::Whole(head, bytes)) => (head, LeasedBody::whole(Bytes::from(bytes), lease)),
         Ok(Answer::Stream(head, pieces)) => (head, LeasedBody::stream(pieces, moves.clone(), lease)),
-        Ok(Answer::Refused(error)) => return error.into_response(),
+        Ok(Answer::Refused(error)) => {
+            let mut response = error.into_response();
+            headers::write_queued(response.headers_mut(), arrived.elapsed());
+            return response;
+        }
         // The process is being torn down.
         Err(_) => return ApiError::new(Code::Draining, "this router is shutting down").into_response(),
     };
@@ -268,9 +273,10 @@ impl Job {
         self.wishes.hold.unwrap_or(self.model.policy == ColdStartPolicy::Hold)
     }
 
-    /// The load's expected rest, for heartbeats.
+    /// The expected rest of the wait, for heartbeats and Retry-After.
     fn remaining(&self) -> Option<f64> {
-        self.model.estimate.map(|estimate| (estimate - self.arrived.elapsed().as_secs_f64()).max(0.0))
+        let estimate = self.cx.registry().estimate(&self.model.name)?;
+        Some((estimate - self.arrived.elapsed().as_secs_f64()).max(0.0))
     }
 
     fn cold_start_ended(&self, accepting_since: Instant, path: &str, phases: &Phases) {

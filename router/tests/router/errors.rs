@@ -61,6 +61,22 @@ async fn paths_methods_and_models_that_do_not_exist() {
 }
 
 #[tokio::test]
+async fn a_request_right_behind_an_apply_finds_its_model() {
+    let world = World::new().await;
+    let reject = [("x-pilotlight-cold-start", "reject")];
+    for n in 0..30 {
+        let (name, served) = (format!("m{n}"), format!("org/chat-{n}"));
+        let body = chat(&served, json!({})).to_string();
+        let before = world.send(Method::POST, "/v1/chat/completions", &reject, body.clone()).await;
+        assert_eq!(before.error(), "404 invalid_request_error/model_not_found model");
+        world.apply(&name, json!({"servedName": served})).await;
+        let answer = world.send(Method::POST, "/v1/chat/completions", &reject, body).await;
+        assert_eq!(answer.error(), "503 server_error/no_capacity -");
+        assert!(answer.header("x-pilotlight-queue-ms").parse::<u64>().is_ok());
+    }
+}
+
+#[tokio::test]
 async fn models_are_listed_and_filtered() {
     let (world, agent) = (World::new().await, FakeAgent::start().await);
     world.model("cold", json!({})).await;

@@ -135,6 +135,12 @@ impl World {
 
     /// Applies a Model with these further fields of its spec, and waits until the router knows it.
     pub(crate) async fn model(&self, name: &str, spec: Value) {
+        self.apply(name, spec).await;
+        self.knows(name, |_| true).await;
+    }
+
+    /// Applies a Model, and does not wait.
+    pub(crate) async fn apply(&self, name: &str, spec: Value) {
         let mut whole = json!({"source": {"uri": "file:///nowhere"}});
         whole.as_object_mut().unwrap().extend(spec.as_object().unwrap().clone());
         let model: Model = serde_json::from_value(json!({
@@ -143,7 +149,6 @@ impl World {
         }))
         .unwrap();
         self.store.apply(&model).await.unwrap();
-        self.knows(name, |_| true).await;
     }
 
     /// Writes a Model's status.

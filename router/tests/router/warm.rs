@@ -238,6 +238,66 @@ async fn retries_are_bounded_and_then_it_is_a_502() {
 }
 
 #[tokio::test]
+async fn a_replica_that_cannot_be_reached_is_passed_over_and_retries_have_an_end() {
+    let (world, agent) = (World::new().await, FakeAgent::start().await);
+    world.model("m", json!({})).await;
+    let ready = json!({"phase": "Ready", "slots": 4});
+    for node in ["n1", "n2"] {
+        world.replica("m", node, "http://127.0.0.1:1", ready.clone()).await;
+    }
+    world.knows("m", |m| m["state"] == "ready").await;
+    // The third try comes after both were left alone for a moment.
+    let answer = world.chat("m", json!({})).await;
+    assert_eq!(answer.error(), "502 server_error/upstream_failed -");
+    assert_eq!(world.metric("retries_total"), 2.0);
+    world.replica("m", "n3", &agent.url, ready).await;
+    agent.answer_all(&["x"]);
+    for _ in 0..8 {
+        assert_eq!(world.chat("m", json!({})).await.status, 200);
+    }
+}
+
+#[tokio::test]
+async fn the_same_beginning_and_the_same_session_go_to_the_same_replica() {
+    let (world, one, two) = (World::new().await, FakeAgent::start().await, FakeAgent::start().await);
+    world.model("m", json!({"routing": {"sessionHeader": "x-user"}})).await;
+    for (node, agent) in [("n1", &one), ("n2", &two)] {
+        world.replica("m", node, &agent.url, json!({"phase": "Ready", "slots": 8})).await;
+    }
+    world.knows("m", |m| m["state"] == "ready").await;
+    let served_by = async |body: Value, headers: &[(&str, &str)]| {
+        let asked = world.send(http::Method::POST, "/v1/chat/completions", headers, body.to_string());
+        let play = async {
+            tokio::select! {
+                session = one.next() => { session.play(&["x"]).await; 1 }
+                session = two.next() => { session.play(&["x"]).await; 2 }
+            }
+        };
+        let (answer, by) = tokio::join!(asked, play);
+        assert_eq!(answer.status, 200);
+        by
+    };
+    // Both are known by the time that both have served.
+    let mut homes = std::collections::BTreeSet::new();
+    for n in 0..16 {
+        let about = |more: &str| {
+            let text = format!("{n}{} {more}", "a".repeat(300));
+            chat("m", json!({"messages": [{"role": "user", "content": text}]}))
+        };
+        let user = n.to_string();
+        let pinned = [("x-user", user.as_str())];
+        homes.insert(served_by(about("?"), &[]).await);
+        if homes.len() < 2 {
+            continue;
+        }
+        assert_eq!(served_by(about("a"), &[]).await, served_by(about("b"), &[]).await, "{n}");
+        let first = served_by(about("a"), &pinned).await;
+        assert_eq!(first, served_by(chat("m", json!({})), &pinned).await, "{n}");
+    }
+    assert_eq!(homes.len(), 2);
+}
+
+#[tokio::test]
 async fn an_agent_that_is_away_is_waited_for() {
     let (world, agent) = (World::new().await, FakeAgent::start().await);
     // Nobody listens on port 1.
