@@ -297,7 +297,8 @@ fn a_session_moves_between_workers_also_while_one_is_loading() {
         let moved = SessionEvent::Moved { to: "cpu".into(), epoch: 2, next_index: at as u32 };
         assert_eq!(said.moves.last(), Some(&moved));
         assert_eq!((&said.tokens[..], &said.last), (&whole.tokens[at..], &whole.last));
-        target.wait(|agent| agent.log.of(2).moves == [SessionEvent::Frozen { next_index: 0 }]);
+        let frozen = [SessionEvent::Frozen { next_index: 0 }];
+        target.wait(|agent| agent.log.0.get(&SessionKey(2)).is_some_and(|said| said.moves == frozen));
         target.send(&ToWorker::Command {
             session: SessionKey(2),
             command: SessionCommand::Release { epoch: 1, at: 0, ids: vec![] },
