@@ -54,6 +54,9 @@ pub(crate) enum Command {
     Migrate(MigrateArgs),
     /// Takes a node out of service: its sessions move away; returns when none is left.
     Drain(DrainArgs),
+    /// Works with API keys.
+    #[command(subcommand)]
+    Key(KeyCommand),
     /// Works with checkpoints on disk.
     #[command(subcommand)]
     Checkpoint(CheckpointCommand),
@@ -82,6 +85,27 @@ pub(crate) struct ServerArgs {
     /// Where the resources live.
     #[arg(long, short, default_value = "default", value_name = "NAME")]
     pub(crate) namespace: String,
+    /// Sent to the OpenAI API, where the server wants one.
+    #[arg(long, env = "PILOTLIGHT_API_KEY", hide_env_values = true, value_name = "KEY")]
+    pub(crate) api_key: Option<String>,
+}
+
+#[derive(Subcommand)]
+pub(crate) enum KeyCommand {
+    /// Makes a key: prints it, once, and the line for the file that `--api-keys` names.
+    New(KeyNewArgs),
+}
+
+#[derive(Args)]
+pub(crate) struct KeyNewArgs {
+    /// Whose key: in logs, never sent.
+    pub(crate) name: String,
+    /// A model that it may use, or `NAMESPACE/*`; may be repeated. Default: every model.
+    #[arg(long, value_name = "MODEL")]
+    pub(crate) model: Vec<String>,
+    /// How it is printed.
+    #[arg(long, short, value_enum, default_value_t)]
+    pub(crate) output: Format,
 }
 
 #[derive(Args)]
@@ -89,9 +113,16 @@ pub(crate) struct UpArgs {
     /// Where everything is kept; made if it is missing. Default: the platform's data folder.
     #[arg(long, value_name = "DIR")]
     pub(crate) data_dir: Option<PathBuf>,
-    /// One address for everything: the OpenAI API, the management API, health and metrics.
+    /// One address for everything: the OpenAI API, health and metrics, and, for this machine alone, the management API.
     #[arg(long, default_value = "127.0.0.1:8080", value_name = "HOST:PORT")]
     pub(crate) listen: String,
+    /// A file of API keys for the OpenAI API; `pilotlight key new` makes its lines. Without it anybody may call who reaches
+    /// the address, so an address beyond this machine needs it.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) api_keys: Option<PathBuf>,
+    /// Serves beyond this machine without API keys: whoever reaches the address may use every model.
+    #[arg(long, conflicts_with = "api_keys")]
+    pub(crate) insecure_no_auth: bool,
     #[command(flatten)]
     pub(crate) node: NodeArgs,
     /// So many nodes, each with an agent of its own and the sizes above.

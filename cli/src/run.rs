@@ -7,12 +7,14 @@ use pilotlight_kit::Stop;
 use pilotlight_kit::log::{self, LogSettings};
 
 use crate::args::{Cli, Command};
-use crate::commands::{apply, chat, checkpoint, delete, demo, explain, get, parts, sessions};
+use crate::commands::{apply, chat, checkpoint, delete, demo, explain, get, key, parts, sessions};
 use crate::failure::Failure;
 use crate::up;
 
 /// From the first signal to the end: `up` promises 30 s.
 const GRACE: Duration = Duration::from_secs(25);
+/// A router's streams cannot be handed over: they may finish.
+const ROUTER_GRACE: Duration = Duration::from_secs(60);
 
 /// Runs one command to its end.
 pub(crate) fn run(cli: Cli) -> Result<(), Failure> {
@@ -26,6 +28,7 @@ pub(crate) fn run(cli: Cli) -> Result<(), Failure> {
             start_log(&quiet_by_default(log))?;
             checkpoint::run(command)
         }
+        Command::Key(command) => key::run(&command),
         // A worker has its own threads and no runtime.
         Command::Worker(args) => {
             start_log(&log)?;
@@ -74,9 +77,9 @@ async fn on_runtime(command: Command, filter: String) -> Result<(), Failure> {
         Command::Migrate(args) => sessions::migrate(args).await,
         Command::Drain(args) => sessions::drain(args).await,
         Command::Operator(args) => parts::operator(args, Stop::on_signals(GRACE)?).await,
-        Command::Router(args) => parts::router(args, Stop::on_signals(GRACE)?).await,
+        Command::Router(args) => parts::router(args, Stop::on_signals(ROUTER_GRACE)?).await,
         Command::Agent(args) => parts::agent(*args, filter, Stop::on_signals(GRACE)?).await,
-        Command::Completions { .. } | Command::Checkpoint(_) | Command::Worker(_) => Ok(()),
+        Command::Completions { .. } | Command::Key(_) | Command::Checkpoint(_) | Command::Worker(_) => Ok(()),
     }
 }
 

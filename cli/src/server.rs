@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use http::{Method, Request, Response, StatusCode, Uri};
+use http::{HeaderValue, Method, Request, Response, StatusCode, Uri};
 use http_body_util::{BodyExt as _, Full, Limited};
 use hyper::body::{Bytes, Incoming};
 use hyper_util::client::legacy::Client;
@@ -23,6 +23,8 @@ const ANSWER_BYTES_MAX: usize = 128 << 20;
 #[derive(Clone)]
 pub(crate) struct Server {
     url: String,
+    /// `Bearer KEY`.
+    authorization: Option<HeaderValue>,
     client: Client<HttpConnector, Full<Bytes>>,
 }
 
@@ -39,12 +41,21 @@ impl Server {
         let mut connector = HttpConnector::new();
         connector.set_connect_timeout(Some(CONNECT_TIMEOUT));
         connector.set_nodelay(true);
-        Ok(Server { url: trimmed.to_owned(), client: Client::builder(TokioExecutor::new()).build(connector) })
+        let client = Client::builder(TokioExecutor::new()).build(connector);
+        Ok(Server { url: trimmed.to_owned(), authorization: None, client })
     }
 
     /// From the command line.
     pub(crate) fn from_args(args: &ServerArgs) -> Result<Self, Failure> {
-        Server::new(&args.server)
+        let mut server = Server::new(&args.server)?;
+        if let Some(key) = &args.api_key {
+            let value = HeaderValue::from_str(&format!("Bearer {key}"));
+            let mut value =
+                value.map_err(|_| Failure::usage("--api-key is no key: it has odd characters"))?;
+            value.set_sensitive(true);
+            server.authorization = Some(value);
+        }
+        Ok(server)
     }
 
     /// Without a slash at its end.
@@ -60,6 +71,9 @@ impl Server {
         body: Option<&serde_json::Value>,
     ) -> Result<Response<Incoming>, Failure> {
         let mut request = Request::builder().method(method).uri(format!("{}{path}", self.url));
+        if let Some(authorization) = &self.authorization {
+            request = request.header(http::header::AUTHORIZATION, authorization);
+        }
         let bytes = match body {
             Some(json) => {
                 request = request.header(http::header::CONTENT_TYPE, "application/json");

@@ -1,8 +1,10 @@
 //! What every request shares.
 
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::Duration;
 
+use axum::http::HeaderMap;
 use pilotlight_kit::clock::Clock;
 use tokio::sync::watch;
 use tokio_util::task::TaskTracker;
@@ -10,8 +12,10 @@ use tokio_util::task::TaskTracker;
 use crate::budget::RetryBudget;
 use crate::demand::Demand;
 use crate::hold::Gate;
+use crate::keys::{Keys, Who};
 use crate::lookup::{Lookup, ON_ITS_WAY};
 use crate::metrics::Metrics;
+use crate::openai::ApiError;
 use crate::registry::{Changes, Registry};
 use crate::sessions::Sessions;
 use crate::upstream::Agents;
@@ -32,6 +36,10 @@ pub(crate) struct Context {
     /// One for each request that is being answered.
     pub(crate) tasks: TaskTracker,
     pub(crate) lookup: Lookup,
+    /// None: anybody may call.
+    pub(crate) keys: Option<Keys>,
+    /// The process is asked to end.
+    pub(crate) draining: AtomicBool,
     pub(crate) retries: RetryBudget,
     /// Counts the changes of the registry.
     pub(crate) changes: watch::Sender<u64>,
@@ -77,6 +85,11 @@ impl Context {
             }
         };
         let _in_time = tokio::time::timeout(ON_ITS_WAY, known).await;
+    }
+
+    /// Who calls, or the 401.
+    pub(crate) fn caller(&self, headers: &HeaderMap) -> Result<Who, ApiError> {
+        self.keys.as_ref().map_or(Ok(Who::Anybody), |keys| keys.caller(headers))
     }
 
     /// Counts a request until it is dropped.

@@ -2,10 +2,12 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use axum::body::Body;
 use axum::extract::{Path, Query, Request, State};
-use axum::http::{HeaderMap, HeaderValue, Method, Response, Uri};
+use axum::http::{HeaderMap, HeaderValue, Method, Response, Uri, Version, header};
+use axum::middleware::{self, Next};
 use axum::response::IntoResponse as _;
 use axum::routing::{any, get, post};
 use axum::{Json, Router};
@@ -30,7 +32,17 @@ pub(crate) fn routes(cx: Arc<Context>) -> Router {
             .route(&at("/"), any(not_found))
             .route(prefix, any(not_found));
     }
-    router.with_state(cx)
+    router.layer(middleware::from_fn_with_state(cx.clone(), last_request)).with_state(cx)
+}
+
+/// While the process drains, each answer is the last one of its connection.
+async fn last_request(State(cx): State<Arc<Context>>, request: Request, next: Next) -> Response<Body> {
+    let one_at_a_time = request.version() < Version::HTTP_2;
+    let mut response = next.run(request).await;
+    if one_at_a_time && cx.draining.load(Ordering::Relaxed) {
+        response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+    }
+    response
 }
 
 /// A 404 with the error object: for the fallback of whatever these routes are merged into.
@@ -56,20 +68,23 @@ async fn completion(State(cx): State<Arc<Context>>, request: Request) -> Respons
 
 async fn list(State(cx): State<Arc<Context>>, headers: HeaderMap, uri: Uri) -> Response<Body> {
     let query: HashMap<String, String> = Query::try_from_uri(&uri).map(|Query(q)| q).unwrap_or_default();
-    let objects = cx.registry().objects();
-    with_id(&headers, Json(ModelList::new(objects, query.get("state").map(String::as_str))).into_response())
+    let response = cx.caller(&headers).map(|who| {
+        let registry = cx.registry();
+        let objects = registry.objects(|model| who.may_use(model, &registry));
+        Json(ModelList::new(objects, query.get("state").map(String::as_str)))
+    });
+    with_id(&headers, response.into_response())
 }
 
 async fn one(State(cx): State<Arc<Context>>, Path(id): Path<String>, headers: HeaderMap) -> Response<Body> {
-    let object = {
+    let response = cx.caller(&headers).and_then(|who| {
         let registry = cx.registry();
-        registry.resolve(&id).filter(|m| m.verdict != Verdict::Gone).map(|m| registry.object(&m))
-    };
-    let response = match object {
-        Some(object) => Json(object).into_response(),
-        None => ApiError::unknown_model(&id).into_response(),
-    };
-    with_id(&headers, response)
+        let model = registry.resolve(&id).filter(|m| m.verdict != Verdict::Gone);
+        let model = model.ok_or_else(|| ApiError::unknown_model(&id))?;
+        who.must_use(&id, &model, &registry)?;
+        Ok(Json(registry.object(&model)))
+    });
+    with_id(&headers, response.into_response())
 }
 
 fn with_id(headers: &HeaderMap, mut response: Response<Body>) -> Response<Body> {

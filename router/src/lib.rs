@@ -3,11 +3,13 @@
 //! A request's life:
 //!
 //! ```text
-//!  client ──HTTP──► read the body, at most 16 MiB ──413, 408
+//!  client ──HTTP──► know the caller (keys) ──────────401
+//!                     │
+//!                   read the body, at most 16 MiB ──413, 408
 //!                     │
 //!                   parse strictly (openai) ─────────400, naming the parameter
 //!                     │
-//!                   resolve the model (registry) ────404
+//!                   resolve the model (registry) ────404, 403
 //!                     │                                            reflected Models,
 //!                   a session for each choice (serve) ◄──────────  ModelReplicas, ModelNodes
 //!                     │
@@ -39,6 +41,7 @@ mod context;
 mod demand;
 mod hold;
 mod http;
+mod keys;
 mod lookup;
 mod metrics;
 mod openai;
@@ -51,5 +54,6 @@ mod stopwatch;
 mod upstream;
 
 pub use http::not_found;
-pub use router::Router;
+pub use keys::{KeysError, key_hash};
+pub use router::{Router, StartError};
 pub use settings::{Config, Settings, SettingsError};

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use http::HeaderName;
 use pilotlight_api::conditions::ConditionStatus;
-use pilotlight_api::model::{ColdStartPolicy, Strategy, Task as ApiTask};
+use pilotlight_api::model::{ColdStartPolicy, Strategy, Task as ApiTask, Visibility};
 use pilotlight_api::replica::Device;
 use pilotlight_api::{ConditionKind, Hold, Model, ModelNode, ModelPhase, ModelReplica, Reason, ReplicaPhase};
 use pilotlight_domain::ModelName;
@@ -57,6 +57,7 @@ pub(crate) struct ModelView {
     pub(crate) session_header: Option<HeaderName>,
     /// Of requests that name none.
     pub(crate) priority: i32,
+    pub(crate) visibility: Visibility,
 }
 
 /// Whether a model may be asked at all.
@@ -234,9 +235,10 @@ impl Registry {
         }
     }
 
-    /// Every model as `/v1/models` shows it.
-    pub(crate) fn objects(&self) -> Vec<ModelObject> {
-        self.models.values().filter(|m| m.verdict != Verdict::Gone).map(|m| self.object(m)).collect()
+    /// Every model that `may` be seen, as `/v1/models` shows it.
+    pub(crate) fn objects(&self, may: impl Fn(&ModelView) -> bool) -> Vec<ModelObject> {
+        let there = self.models.values().filter(|m| m.verdict != Verdict::Gone && may(m));
+        there.map(|m| self.object(m)).collect()
     }
 
     pub(crate) fn on_model(&mut self, told: Reflected<Model>) -> Changes {
@@ -476,6 +478,7 @@ fn model_view(model: &Model) -> Option<ModelView> {
         prefix_chars: count(spec.routing.prefix.chars) as usize,
         session_header: spec.routing.session_header.parse().ok(),
         priority: spec.priority,
+        visibility: spec.access.visibility,
         name,
     })
 }

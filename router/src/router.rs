@@ -1,6 +1,7 @@
 //! The router as a long-running part.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use futures::StreamExt as _;
@@ -15,6 +16,7 @@ use crate::budget::RetryBudget;
 use crate::context::Context;
 use crate::demand::{Demand, Ledger};
 use crate::hold::{Bounds, Gate};
+use crate::keys::{Keys, KeysError};
 use crate::lookup::Lookup;
 use crate::metrics::Metrics;
 use crate::registry::Registry;
@@ -24,6 +26,17 @@ use crate::upstream::Agents;
 
 /// What the readiness says until the first lists came.
 const STARTING: &str = "the list of models";
+
+/// A router that cannot begin.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// Two of its metrics have one name.
+    #[error("register the router's metrics")]
+    Metrics(#[from] prometheus::Error),
+    /// The API keys cannot be used.
+    #[error(transparent)]
+    Keys(#[from] KeysError),
+}
 
 /// The OpenAI front. Clones share everything.
 #[derive(Clone)]
@@ -38,13 +51,13 @@ impl Router {
     /// Makes a router that knows nothing yet; [`Router::run`] makes it learn.
     ///
     /// # Errors
-    /// When `registry` has metrics of these names already.
+    /// When `registry` has metrics of these names already, or the API keys cannot be used.
     pub fn new(
         config: Config,
         store: Arc<dyn ClusterStore>,
         clock: Arc<dyn Clock>,
         registry: &prometheus::Registry,
-    ) -> prometheus::Result<Self> {
+    ) -> Result<Self, StartError> {
         let metrics = Arc::new(Metrics::new(registry)?);
         let bounds = Bounds { bytes_max: config.held_bytes_max.get(), queue_max: config.queue_max };
         let cx = Context {
@@ -60,6 +73,8 @@ impl Router {
             tasks: TaskTracker::new(),
             lookup: Lookup::new(store.clone()),
             retries: RetryBudget::new(),
+            keys: config.api_keys.as_deref().map(Keys::load).transpose()?,
+            draining: AtomicBool::new(false),
             changes: watch::Sender::new(0),
         };
         let (ready, _) = watch::channel(Readiness::Starting(STARTING.into()));
@@ -95,12 +110,18 @@ impl Router {
             tokio::join!(
                 self.follow(),
                 cx.gate.keep_time(),
+                async {
+                    if let Some(keys) = &cx.keys {
+                        keys.keep_fresh().await;
+                    }
+                },
                 cx.demand.report_to(&cx.agents, &self.operator, refused, &stop),
             )
         };
         let end = async {
             stop.stopping().await;
             self.ready.send_replace(Readiness::Draining);
+            cx.draining.store(true, Ordering::Relaxed);
             cx.gate.drain();
             cx.tasks.close();
             tokio::select! {

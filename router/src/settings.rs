@@ -1,5 +1,6 @@
 //! What a router can be told.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
@@ -20,11 +21,19 @@ pub struct Settings {
     /// Longest wait at a model that is ready but busy, in seconds; at a cold one its own maxHoldSeconds holds.
     #[arg(long, value_name = "SECONDS", default_value_t = 60)]
     pub queue_seconds: u32,
+    /// A file of API keys, read again when it changes; `pilotlight key new` makes its lines. Without it anybody may call.
+    #[arg(long, value_name = "FILE")]
+    pub api_keys: Option<PathBuf>,
 }
 
 impl Default for Settings {
     fn default() -> Self {
-        Settings { operator: "http://127.0.0.1:8080".into(), held_memory: "256MiB".into(), queue_seconds: 60 }
+        Settings {
+            operator: "http://127.0.0.1:8080".into(),
+            held_memory: "256MiB".into(),
+            queue_seconds: 60,
+            api_keys: None,
+        }
     }
 }
 
@@ -48,6 +57,7 @@ pub struct Config {
     pub(crate) operator: String,
     pub(crate) held_bytes_max: ByteCount,
     pub(crate) queue_max: Duration,
+    pub(crate) api_keys: Option<PathBuf>,
 }
 
 impl Settings {
@@ -68,6 +78,7 @@ impl Settings {
             operator: self.operator.clone(),
             held_bytes_max: self.held_memory.parse()?,
             queue_max: Duration::from_secs(self.queue_seconds.into()),
+            api_keys: self.api_keys.clone(),
         })
     }
 }

@@ -76,6 +76,7 @@ fn settings(data_dir: &Path, log: String) -> UpSettings {
     UpSettings {
         data_dir: data_dir.to_owned(),
         listen: "127.0.0.1:0".into(),
+        api_keys: None,
         node: NodeArgs {
             host_memory: pilotlight_domain::ByteCount::from_mib(128),
             disk: pilotlight_domain::ByteCount::from_gib(1),

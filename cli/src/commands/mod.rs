@@ -7,6 +7,7 @@ pub(crate) mod delete;
 pub(crate) mod demo;
 pub(crate) mod explain;
 pub(crate) mod get;
+pub(crate) mod key;
 pub(crate) mod manifest;
 pub(crate) mod parts;
 pub(crate) mod sessions;

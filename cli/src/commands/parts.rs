@@ -12,6 +12,7 @@ use pilotlight_operator::Operator;
 use pilotlight_router::Router;
 use pilotlight_store::{ClusterStore, RemoteStore};
 use rustix::process::{Signal, getppid, set_parent_process_death_signal};
+use tokio_util::sync::CancellationToken;
 
 use crate::args::{AgentArgs, ClusterArgs, OperatorArgs, RouterArgs, WorkerArgs};
 use crate::failure::Failure;
@@ -19,7 +20,7 @@ use crate::output::print;
 use crate::up;
 
 /// Open requests have so long after a stop.
-const DRAIN: Duration = Duration::from_secs(20);
+const DRAIN: Duration = Duration::from_secs(60);
 
 async fn cluster(args: &ClusterArgs, part: &str) -> Result<Arc<dyn ClusterStore>, Failure> {
     let store = RemoteStore::from_kubeconfig(args.kubeconfig.as_deref(), &format!("pilotlight-{part}")).await;
@@ -29,20 +30,21 @@ async fn cluster(args: &ClusterArgs, part: &str) -> Result<Arc<dyn ClusterStore>
     })?))
 }
 
-/// Serves `app` on `listen` and health on `admin_listen`, until `stop`.
+/// Serves `app` on `listen` until `stop`, and health on `admin_listen` until `after`. With one address for both it is
+/// served until `after`: who asks for health meanwhile is told that the part drains.
 async fn serve(
     app: axum::Router,
     health: axum::Router,
-    listen: &str,
-    admin_listen: Option<&str>,
+    (listen, admin_listen): (&str, Option<&str>),
     stop: Stop,
+    after: Stop,
 ) -> Result<tokio::task::JoinHandle<()>, Failure> {
-    let app = match admin_listen {
+    let (app, stop) = match admin_listen {
         Some(address) => {
-            tokio::spawn(http::serve(http::bind(address).await?, health, stop.clone(), DRAIN));
-            app
+            tokio::spawn(http::serve(http::bind(address).await?, health, after, DRAIN));
+            (app, stop)
         }
-        None => app.merge(health),
+        None => (app.merge(health), after),
     };
     let listener = http::bind(listen).await?;
     let address = listener.local_addr()?;
@@ -59,8 +61,8 @@ pub(crate) async fn operator(args: OperatorArgs, stop: Stop) -> Result<(), Failu
     let store = cluster(&args.cluster, "operator").await?;
     let operator = Operator::new(store, Arc::new(SystemClock), config, &registry)?;
     let health = admin::routes(registry, operator.handle().ready());
-    let serving =
-        serve(operator.routes(), health, &args.listen, args.admin_listen.as_deref(), stop.clone()).await?;
+    let listen = (args.listen.as_str(), args.admin_listen.as_deref());
+    let serving = serve(operator.routes(), health, listen, stop.clone(), stop.clone()).await?;
     operator.run(stop).await;
     Ok(serving.await?)
 }
@@ -72,9 +74,11 @@ pub(crate) async fn router(args: RouterArgs, stop: Stop) -> Result<(), Failure> 
     let router =
         Router::new(config, cluster(&args.cluster, "router").await?, Arc::new(SystemClock), &registry)?;
     let health = admin::routes(registry, router.readiness()).merge(router.session_routes());
-    let serving =
-        serve(router.routes(), health, &args.listen, args.admin_listen.as_deref(), stop.clone()).await?;
+    let after = Stop { graceful: CancellationToken::new(), abort: stop.abort.clone() };
+    let listen = (args.listen.as_str(), args.admin_listen.as_deref());
+    let serving = serve(router.routes(), health, listen, stop.clone(), after.clone()).await?;
     router.run(stop).await;
+    after.stop();
     Ok(serving.await?)
 }
 

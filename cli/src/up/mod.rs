@@ -6,10 +6,13 @@
 //! children:      one agent per node ──HTTP──► the store's face        (each starts its workers)
 //! ```
 //!
+//! Beyond this machine only the OpenAI API, health and metrics are served: see [`guard`].
+//!
 //! It deliberately gives the agents no other way to the store than the one they have on a cluster.
 
 mod agents;
 pub(crate) mod data_dir;
+mod guard;
 mod kubeconfig;
 
 use std::path::{Path, PathBuf};
@@ -45,6 +48,8 @@ pub(crate) struct UpSettings {
     pub(crate) data_dir: PathBuf,
     /// `HOST:PORT`; port 0 lets the system choose.
     pub(crate) listen: String,
+    /// Who may call; none: anybody.
+    pub(crate) api_keys: Option<PathBuf>,
     /// What each node offers.
     pub(crate) node: NodeArgs,
     /// How many.
@@ -65,8 +70,18 @@ pub(crate) async fn run(args: UpArgs, log: String, stop: Stop) -> Result<(), Fai
         Some(given) => given,
         None => data_dir::default_path()?,
     };
-    let settings =
-        UpSettings { data_dir, listen: args.listen, node: args.node, nodes: args.nodes, manifests, log };
+    if args.api_keys.is_none() && !args.insecure_no_auth {
+        guard::refuse_open_address(&args.listen).await?;
+    }
+    let settings = UpSettings {
+        data_dir,
+        listen: args.listen,
+        api_keys: args.api_keys,
+        node: args.node,
+        nodes: args.nodes,
+        manifests,
+        log,
+    };
     let running = start(settings, stop).await?;
     print(&format!("ready {}\n", running.url()))?;
     running.ended().await;
@@ -103,7 +118,12 @@ pub(crate) async fn start(settings: UpSettings, stop: Stop) -> Result<Running, F
     let store = EmbeddedStore::open(&data_dir.path().join("cluster"), Arc::new(SystemClock)).await?;
     let (tasks, children) = (TaskTracker::new(), TaskTracker::new());
     forget_agents(&store).await?;
-    let parts = serve(&url, listener, &store, &tasks, &children, &stop)?;
+    let settings_of_router = pilotlight_router::Settings {
+        operator: url.clone(),
+        api_keys: settings.api_keys.clone(),
+        ..Default::default()
+    };
+    let parts = serve(settings_of_router.check()?, listener, &store, &tasks, &children, &stop)?;
     let kubeconfig = kubeconfig::write(data_dir.path(), &url)?;
     let nodes = node_names(settings.nodes);
     for agent in agents(&settings, data_dir.path(), &kubeconfig, &nodes)? {
@@ -140,7 +160,7 @@ pub(crate) async fn start(settings: UpSettings, stop: Stop) -> Result<Running, F
 
 /// Starts the operator, the router and the listener; each of the two says when it is ready.
 fn serve(
-    url: &str,
+    config: pilotlight_router::Config,
     listener: tokio::net::TcpListener,
     store: &EmbeddedStore,
     tasks: &TaskTracker,
@@ -152,17 +172,16 @@ fn serve(
     let as_manager = |name: &str| -> Arc<dyn ClusterStore> { Arc::new(store.with_manager(name)) };
     let single = pilotlight_operator::Config::single();
     let operator = Operator::new(as_manager("pilotlight-operator"), clock.clone(), single, &registry)?;
-    let settings = pilotlight_router::Settings { operator: url.to_owned(), ..Default::default() };
-    let router = Router::new(settings.check()?, as_manager("pilotlight-router"), clock, &registry)?;
+    let router = Router::new(config, as_manager("pilotlight-router"), clock, &registry)?;
     let (ready, operator_ready) = (router.readiness(), operator.handle().ready());
     // The operator, the store and the listener outlive the router's drain and the agents, which write what becomes of
     // theirs.
     let after = Stop { graceful: CancellationToken::new(), abort: stop.abort.clone() };
+    let management =
+        router.session_routes().merge(operator.routes()).merge(face::routes(store.clone(), after.clone()));
     let app = router
         .routes()
-        .merge(router.session_routes())
-        .merge(operator.routes())
-        .merge(face::routes(store.clone(), after.clone()))
+        .merge(guard::for_this_machine(management, listener.local_addr()?.ip()))
         .merge(admin::routes(registry, ready.clone()))
         .fallback(pilotlight_router::not_found);
     let (stop, drained, agents) = (stop.clone(), after.clone(), agents.clone());

@@ -48,6 +48,8 @@ impl Dropped {
 pub(crate) enum Code {
     BadRequest,
     ContextLengthExceeded,
+    InvalidApiKey,
+    ModelNotAllowed,
     ModelNotFound,
     TaskUnsupported,
     NotFound,
@@ -68,6 +70,8 @@ impl Code {
         match self {
             Code::BadRequest => "bad_request",
             Code::ContextLengthExceeded => "context_length_exceeded",
+            Code::InvalidApiKey => "invalid_api_key",
+            Code::ModelNotAllowed => "model_not_allowed",
             Code::ModelNotFound => "model_not_found",
             Code::TaskUnsupported => "task_unsupported",
             Code::NotFound => "not_found",
@@ -87,6 +91,8 @@ impl Code {
     pub(crate) const fn status(self) -> StatusCode {
         match self {
             Code::BadRequest | Code::ContextLengthExceeded => StatusCode::BAD_REQUEST,
+            Code::InvalidApiKey => StatusCode::UNAUTHORIZED,
+            Code::ModelNotAllowed => StatusCode::FORBIDDEN,
             Code::ModelNotFound | Code::TaskUnsupported | Code::NotFound => StatusCode::NOT_FOUND,
             Code::MethodNotAllowed => StatusCode::METHOD_NOT_ALLOWED,
             Code::BodyTimeout => StatusCode::REQUEST_TIMEOUT,
@@ -101,7 +107,12 @@ impl Code {
 
     /// The `type`: whose fault it is.
     const fn kind(self) -> &'static str {
-        if self.status().as_u16() < 500 { "invalid_request_error" } else { "server_error" }
+        match self {
+            Code::InvalidApiKey => "authentication_error",
+            Code::ModelNotAllowed => "permission_error",
+            _ if self.status().as_u16() < 500 => "invalid_request_error",
+            _ => "server_error",
+        }
     }
 }
 
@@ -217,6 +228,9 @@ impl IntoResponse for ApiError {
         headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
         if let Some(seconds) = self.retry_after {
             headers.insert(header::RETRY_AFTER, HeaderValue::from(seconds));
+        }
+        if self.code == Code::InvalidApiKey {
+            headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
         if let Some(why) = self.dropped {
             headers.insert(DROPPED_REASON, HeaderValue::from_static(why.as_str()));

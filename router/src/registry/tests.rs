@@ -67,7 +67,7 @@ fn the_older_model_keeps_a_name_and_the_full_name_always_works() {
     ] {
         assert_eq!(resolved(&registry, asked).as_deref(), means, "{asked}");
     }
-    let mut objects = registry.objects();
+    let mut objects = registry.objects(|_| true);
     objects.sort_by(|a, b| a.id.cmp(&b.id));
     assert_eq!((objects[0].id.as_str(), objects[1].id.as_str()), ("chat", "default/b"));
     registry.on_model(Reflected::Deleted(model("a", OLD, json!({}), json!({}))));
@@ -155,15 +155,15 @@ fn models_are_listed_cold_or_warm() {
     let mut registry = Registry::default();
     let status = json!({"phase": "Idle", "coldStart": {"estimateSeconds": 1.5, "estimateFrom": "host"}});
     registry.on_model(Reflected::Applied(model("m", OLD, json!({"aliases": ["x"]}), status)));
-    let object = registry.objects().remove(0);
+    let object = registry.objects(|_| true).remove(0);
     assert_eq!(
         (object.state, object.estimated_start_seconds, object.created),
         ("idle", Some(1.5), 1_735_689_600)
     );
     registry.on_replica(Reflected::Applied(replica("m", json!({}), json!({}))));
-    assert_eq!(registry.objects()[0].state, "warming");
+    assert_eq!(registry.objects(|_| true)[0].state, "warming");
     registry.on_replica(Reflected::Applied(replica("m", json!({}), json!({"phase": "Ready"}))));
-    let object = registry.objects().remove(0);
+    let object = registry.objects(|_| true).remove(0);
     assert_eq!((object.state, object.estimated_start_seconds), ("ready", Some(0.0)));
     assert_eq!(object.aliases, ["x"]);
 }

@@ -35,6 +35,7 @@ pub(crate) use self::headers::{REQUEST_ID, request_id};
 use crate::context::{Context, InFlight};
 use crate::demand;
 use crate::hold::{Entry, hash};
+use crate::keys::Who;
 use crate::openai::response::Envelope;
 use crate::openai::{ApiError, Code, Dropped, Request, Task, read};
 use crate::registry::ModelView;
@@ -73,23 +74,23 @@ pub(crate) async fn answer(cx: Arc<Context>, task: Task, request: HttpRequest) -
     let (parts, body) = request.into_parts();
     let id = request_id(&parts.headers);
     let read = async {
-        let wishes = Wishes::read(&parts.headers)?;
+        let who = cx.caller(&parts.headers)?;
+        let mut wishes = Wishes::read(&parts.headers)?;
+        wishes.flow = wishes.flow.or(Some(who.flow()));
         let bytes = body::read(&parts.headers, body).await?;
         let size = bytes.len() as u64;
-        Ok((wishes, size, parse(task, bytes).await?))
+        let request = parse(task, bytes).await?;
+        let model = resolve(&cx, &request, &who).await?;
+        Ok((wishes, size, request, model))
     };
     let mut response = match read.await {
-        Ok((wishes, bytes, request)) => match resolve(&cx, &request).await {
-            Ok(model) => {
-                let arrived_at = cx.clock.now();
-                let (id, moves) = (id.clone(), Arc::default());
-                let pin = model.session_header.as_ref().and_then(|name| parts.headers.get(name));
-                let pin = pin.map(|value| hash(&[value.as_bytes()]));
-                let job = Job { cx, id, request, model, wishes, arrived, arrived_at, bytes, pin, moves };
-                serve(job).await
-            }
-            Err(error) => refuse(&cx, task, error),
-        },
+        Ok((wishes, bytes, request, model)) => {
+            let arrived_at = cx.clock.now();
+            let (id, moves) = (id.clone(), Arc::default());
+            let pin = model.session_header.as_ref().and_then(|name| parts.headers.get(name));
+            let pin = pin.map(|value| hash(&[value.as_bytes()]));
+            serve(Job { cx, id, request, model, wishes, arrived, arrived_at, bytes, pin, moves }).await
+        }
         Err(error) => refuse(&cx, task, error),
     };
     if let Ok(id) = HeaderValue::from_str(id.as_str()) {
@@ -108,7 +109,7 @@ async fn parse(task: Task, bytes: Bytes) -> Result<Request, ApiError> {
 }
 
 /// The model that is meant, or why not; decided before any queue.
-async fn resolve(cx: &Context, request: &Request) -> Result<Arc<ModelView>, ApiError> {
+async fn resolve(cx: &Context, request: &Request, who: &Who) -> Result<Arc<ModelView>, ApiError> {
     cx.becomes_known(&request.model).await;
     let registry = cx.registry();
     let Some(model) = registry.resolve(&request.model) else {
@@ -118,6 +119,7 @@ async fn resolve(cx: &Context, request: &Request) -> Result<Arc<ModelView>, ApiE
         }
         return Err(ApiError::unknown_model(&request.model));
     };
+    who.must_use(&request.model, &model, &registry)?;
     if !model.takes(request.task) {
         let message = format!("the model `{}` is not for {} requests", request.model, request.task.as_str());
         return Err(ApiError {

@@ -5,6 +5,7 @@
 mod cold;
 mod errors;
 mod fakes;
+mod keys;
 mod replay;
 mod support;
 mod warm;

@@ -391,6 +391,7 @@ async fn a_drain_finishes_what_is_open_and_refuses_the_rest() {
         world.stop.stop();
     });
     assert_eq!(held.error(), "503 server_error/draining -");
+    assert_eq!(held.header("connection"), "close");
     let mut ready = world.router.readiness();
     within(ready.wait_for(|r| *r == pilotlight_kit::Readiness::Draining)).await.unwrap();
     session.token("b").await;
