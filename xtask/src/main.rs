@@ -3,6 +3,7 @@
 #![expect(clippy::print_stdout, reason = "a command-line tool speaks on standard output")]
 
 mod check;
+mod links;
 mod random_model;
 mod tidy;
 
@@ -20,7 +21,7 @@ struct Args {
 enum Chore {
     /// What must hold before a change lands: format, lints, docs, tidy.
     Check,
-    /// Only the project's own rules: crate arrows, orphan files, sizes, who names which library.
+    /// Only the project's own rules: crate arrows, orphan files, sizes, who names which library, links of the documents.
     Tidy,
     /// Writes a checkpoint of random weights in the shape of a real model.
     RandomModel(random_model::Args),

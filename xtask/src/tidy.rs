@@ -65,6 +65,7 @@ pub(crate) fn run() -> anyhow::Result<()> {
         broken.extend(orphan(file, &known, &root));
         broken.extend(forbids_unsafe(file, &text));
     }
+    broken.extend(crate::links::check(&root, &files));
     for line in &broken {
         println!("tidy: {line}");
     }
