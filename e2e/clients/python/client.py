@@ -1,5 +1,6 @@
 """The OpenAI SDK for Python against a running Pilotlight: client.py URL, with a model `demo`."""
 
+import json
 import sys
 
 import openai
@@ -48,6 +49,18 @@ content = chat.choices[0].message.content
 assert content and len(chat.choices[0].logprobs.content[0].top_logprobs) >= 2, chat
 parts = client.chat.completions.create(**say, seed=3, stream=True)
 assert "".join(c.choices[0].delta.content or "" for c in parts if c.choices) == content
+
+# An answer that keeps to a JSON schema.
+schema = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+wanted = {"type": "json_schema", "json_schema": {"name": "digit", "schema": schema}}
+told = client.chat.completions.create(**{**say, "max_tokens": 60}, temperature=0, response_format=wanted)
+answer = json.loads(told.choices[0].message.content)
+assert list(answer) == ["a"] and answer["a"] in range(10), answer
 
 # Each error has the SDK's class.
 missing = raises(openai.NotFoundError, **{**ask, "model": "nobody"})
