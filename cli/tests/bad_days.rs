@@ -1,0 +1,70 @@
+//! Bad days: what a hostile or broken client and a full disk bring. A clear error, nothing lost, no panic, and the
+//! process goes on.
+
+#![allow(clippy::unwrap_used, reason = "a failed test is what it is for")]
+
+mod world;
+
+use std::io::{Read as _, Write as _};
+use std::net::TcpStream;
+
+use serde_json::json;
+use world::{PATIENCE, Up, demo_model, model};
+
+/// Still serves, and nothing in it panicked.
+async fn goes_on(up: Up) {
+    up.apply(&[model("demo", &demo_model(), json!({}))]);
+    assert!(!up.complete("demo", json!({})).await.is_empty());
+    assert!(!up.log().contains("panicked"), "{}", up.log());
+    up.stop();
+}
+
+/// Sends raw bytes, says no more, and reads what comes until the server closes.
+fn raw(up: &Up, bytes: &[u8]) -> String {
+    let mut stream = TcpStream::connect(up.url.strip_prefix("http://").unwrap()).unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    // A server that refuses early may close before everything was sent.
+    let _refused = stream.write_all(bytes);
+    let _closed = stream.shutdown(std::net::Shutdown::Write);
+    let mut answer = Vec::new();
+    let _reset = stream.read_to_end(&mut answer);
+    String::from_utf8_lossy(&answer).into_owned()
+}
+
+#[tokio::test]
+async fn absurd_bodies_and_parameters_are_refused_by_name() {
+    let up = Up::start(&[]);
+    up.apply(&[model("demo", &demo_model(), json!({}))]);
+    let stops: Vec<String> = (0..1_000_000).map(|i| format!("s{i}")).collect();
+    let stops = json!({ "model": "demo", "prompt": "x", "stop": stops }).to_string();
+    let cases: [(Vec<u8>, u16, &str); 7] = [
+        (vec![b'a'; (16 << 20) + 1], 413, "16 MiB"),
+        (b"{\"model\":\"demo\",\"prompt\":\"\xff\xfe\"}".to_vec(), 400, "prompt"),
+        (b"{\"model\":\"demo\",\"prompt\":\"x\",\"temperature\":NaN}".to_vec(), 400, "temperature"),
+        (b"{\"model\":\"demo\",\"prompt\":\"x\",\"n\":1000000}".to_vec(), 400, "`n`"),
+        (b"{\"model\":\"demo\",\"prompt\":\"x\",\"n\":-1}".to_vec(), 400, "`n`"),
+        (b"{\"model\":\"demo\",\"prompt\":\"x\",\"max_tokens\":-5}".to_vec(), 400, "max_tokens"),
+        (stops.into_bytes(), 400, "stop"),
+    ];
+    for (body, status, words) in cases {
+        let answer = up.send("POST", "/v1/completions", body).await;
+        assert_eq!(answer.status().as_u16(), status, "{words}");
+        let bytes = http_body_util::BodyExt::collect(answer.into_body()).await.unwrap().to_bytes();
+        let error: serde_json::Value = serde_json::from_slice(&bytes).unwrap();
+        assert!(error["error"]["message"].as_str().unwrap().contains(words), "{words}: {error:#}");
+    }
+    goes_on(up).await;
+}
+
+#[tokio::test]
+async fn large_headers_and_connections_closed_half_way_harm_nobody() {
+    let up = Up::start(&[]);
+    let large = format!("GET /v1/models HTTP/1.1\r\nhost: x\r\nx-large: {}\r\n\r\n", "a".repeat(70_000));
+    assert!(raw(&up, large.as_bytes()).starts_with("HTTP/1.1 431"));
+    let half = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{\"model\":";
+    let answer = raw(&up, half.as_bytes());
+    assert!(!answer.starts_with("HTTP/1.1 2"), "{answer}");
+    assert!(!raw(&up, b"GET /v1/mod").starts_with("HTTP/1.1 2"));
+    assert!(!raw(&up, &[0xff; 64]).starts_with("HTTP/1.1 2"));
+    goes_on(up).await;
+}
