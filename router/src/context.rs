@@ -17,6 +17,7 @@ use crate::lookup::{Lookup, ON_ITS_WAY};
 use crate::metrics::Metrics;
 use crate::openai::ApiError;
 use crate::registry::{Changes, Registry};
+use crate::serve::Reading;
 use crate::sessions::Sessions;
 use crate::upstream::Agents;
 
@@ -35,6 +36,7 @@ pub(crate) struct Context {
     pub(crate) queue_max: Duration,
     /// One for each request that is being answered.
     pub(crate) tasks: TaskTracker,
+    pub(crate) reading: Reading,
     pub(crate) lookup: Lookup,
     /// None: anybody may call.
     pub(crate) keys: Option<Keys>,

@@ -20,6 +20,7 @@ use crate::keys::{Keys, KeysError};
 use crate::lookup::Lookup;
 use crate::metrics::Metrics;
 use crate::registry::Registry;
+use crate::serve::Reading;
 use crate::sessions::Sessions;
 use crate::settings::Config;
 use crate::upstream::Agents;
@@ -71,6 +72,7 @@ impl Router {
             clock,
             queue_max: config.queue_max,
             tasks: TaskTracker::new(),
+            reading: Reading::new(config.held_bytes_max.get()),
             lookup: Lookup::new(store.clone()),
             retries: RetryBudget::new(),
             keys: config.api_keys.as_deref().map(Keys::load).transpose()?,

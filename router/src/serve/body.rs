@@ -3,47 +3,105 @@
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use axum::body::Body;
 use axum::http::{HeaderMap, HeaderValue, header};
-use bytes::{Buf as _, Bytes};
+use bytes::{Buf as _, Bytes, BytesMut};
 use http_body::{Frame, SizeHint};
-use http_body_util::{BodyExt as _, LengthLimitError, Limited};
+use http_body_util::BodyExt as _;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 
 use super::headers::MIGRATIONS;
-use crate::openai::{ApiError, Code};
+use crate::openai::{ApiError, Code, Dropped};
 
 /// The largest request.
 pub(crate) const BODY_BYTES_MAX: usize = 16 << 20;
 /// 16 MiB in that time is a slow modem; whoever takes longer holds a connection for nothing.
 const BODY_TIME_MAX: Duration = Duration::from_secs(60);
 
-/// Reads a request's body.
-pub(crate) async fn read(headers: &HeaderMap, body: Body) -> Result<Bytes, ApiError> {
-    let too_large = || {
-        let message = format!("the body is larger than {} MiB", BODY_BYTES_MAX >> 20);
-        ApiError::new(Code::BodyTooLarge, message)
-    };
+/// What the bodies that are being read may take together.
+#[derive(Debug)]
+pub(crate) struct Reading {
+    bytes: AtomicU64,
+    max: u64,
+}
+
+/// Bytes of a body that count until it is dropped.
+pub(crate) struct Read<'a> {
+    reading: &'a Reading,
+    bytes: u64,
+}
+
+impl Reading {
+    /// As much as may be held, and at least two of the largest bodies.
+    pub(crate) fn new(held_max: u64) -> Self {
+        Reading { bytes: AtomicU64::new(0), max: held_max.max(2 * BODY_BYTES_MAX as u64) }
+    }
+}
+
+impl Read<'_> {
+    fn grow(&mut self, more: usize) -> Result<(), ApiError> {
+        self.bytes += more as u64;
+        let before = self.reading.bytes.fetch_add(more as u64, Ordering::Relaxed);
+        if before + more as u64 <= self.reading.max {
+            return Ok(());
+        }
+        let message =
+            "the requests that are being read take all the memory that is meant for them; send it again";
+        Err(ApiError::new(Code::QueueFull, message)
+            .dropped(Dropped::QueueBytes)
+            .retry_after(1.0, fastrand::f64()))
+    }
+}
+
+impl Drop for Read<'_> {
+    fn drop(&mut self) {
+        self.reading.bytes.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
+}
+
+/// Reads a request's body. Dropping it half-way gives back what it counted.
+pub(crate) async fn read<'a>(
+    headers: &HeaderMap,
+    body: Body,
+    reading: &'a Reading,
+) -> Result<(Bytes, Read<'a>), ApiError> {
     let announced = headers.get(header::CONTENT_LENGTH).and_then(|v| v.to_str().ok()?.parse::<u64>().ok());
     if announced.is_some_and(|n| n > BODY_BYTES_MAX as u64) {
         return Err(too_large());
     }
-    let whole = tokio::time::timeout(BODY_TIME_MAX, Limited::new(body, BODY_BYTES_MAX).collect()).await;
-    match whole {
-        Ok(Ok(body)) => Ok(body.to_bytes()),
-        Ok(Err(error)) if error.is::<LengthLimitError>() => Err(too_large()),
-        Ok(Err(error)) => {
-            Err(ApiError::new(Code::BadRequest, format!("the body could not be read: {error}")))
-        }
+    match tokio::time::timeout(BODY_TIME_MAX, read_frames(body, reading)).await {
+        Ok(read) => read,
         Err(_late) => {
             let message = format!("the body did not arrive within {} s", BODY_TIME_MAX.as_secs());
             Err(ApiError::new(Code::BodyTimeout, message))
         }
     }
+}
+
+fn too_large() -> ApiError {
+    let message = format!("the body is larger than {} MiB", BODY_BYTES_MAX >> 20);
+    ApiError::new(Code::BodyTooLarge, message)
+}
+
+async fn read_frames(mut body: Body, reading: &Reading) -> Result<(Bytes, Read<'_>), ApiError> {
+    let mut read = Read { reading, bytes: 0 };
+    let mut whole = BytesMut::new();
+    while let Some(frame) = body.frame().await {
+        let frame = frame.map_err(|error| {
+            ApiError::new(Code::BadRequest, format!("the body could not be read: {error}"))
+        })?;
+        let Ok(data) = frame.into_data() else { continue };
+        if whole.len() + data.len() > BODY_BYTES_MAX {
+            return Err(too_large());
+        }
+        read.grow(data.len())?;
+        whole.extend_from_slice(&data);
+    }
+    Ok((whole.freeze(), read))
 }
 
 /// An answer with what it keeps alive until it is sent, or its client gone.
@@ -170,6 +228,22 @@ impl<L: Unpin> http_body::Body for LeasedBody<L> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test]
+    async fn bodies_that_are_read_at_once_are_bounded_together() {
+        let reading = Reading::new(0);
+        let large = || Body::from(vec![b' '; BODY_BYTES_MAX]);
+        let none = HeaderMap::new();
+        let (one, two) = (read(&none, large(), &reading).await, read(&none, large(), &reading).await);
+        assert!(one.is_ok() && two.is_ok());
+        let refused = read(&none, Body::from("x"), &reading).await.err().unwrap();
+        assert_eq!((refused.code, refused.dropped), (Code::QueueFull, Some(Dropped::QueueBytes)));
+        drop(one);
+        let (bytes, _) = read(&none, Body::from("x"), &reading).await.ok().unwrap();
+        assert_eq!(bytes, "x");
+        drop(two);
+        assert_eq!(reading.bytes.load(Ordering::Relaxed), 0);
+    }
 
     #[tokio::test]
     async fn a_buffer_is_bounded_in_bytes_and_a_cut_is_no_end() {

@@ -29,6 +29,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use self::body::LeasedBody;
+pub(crate) use self::body::Reading;
 use self::client::{Answer, Client};
 use self::headers::Wishes;
 pub(crate) use self::headers::{REQUEST_ID, request_id};
@@ -77,7 +78,7 @@ pub(crate) async fn answer(cx: Arc<Context>, task: Task, request: HttpRequest) -
         let who = cx.caller(&parts.headers)?;
         let mut wishes = Wishes::read(&parts.headers)?;
         wishes.flow = wishes.flow.or(Some(who.flow()));
-        let bytes = body::read(&parts.headers, body).await?;
+        let (bytes, _counted) = body::read(&parts.headers, body, &cx.reading).await?;
         let size = bytes.len() as u64;
         let request = parse(task, bytes).await?;
         let model = resolve(&cx, &request, &who).await?;
