@@ -20,6 +20,34 @@ Try it:
 Commands that talk to a running system find it by --server or PILOTLIGHT_SERVER.
 Exit codes: 0 done, 1 failed, 2 the command line makes no sense.";
 
+const UP_EXAMPLES: &str = "\
+Examples:
+  pilotlight up
+  pilotlight up --host-memory 16GiB --data-dir /srv/pilotlight -f models.yaml
+  pilotlight up --nodes 2 --device cpu --device sim:start=4s,copy=8GiB/s
+It prints `ready URL` on standard output once it serves; SIGTERM drains and ends it.";
+const APPLY_EXAMPLES: &str = "\
+A manifest, in full:
+  apiVersion: pilotlight.dev/v1alpha1
+  kind: Model
+  metadata: { name: my-model }
+  spec: { source: { uri: \"file:///models/Llama-3.2-1B-Instruct\" } }";
+const GET_EXAMPLES: &str = "\
+Examples:
+  pilotlight get models -w
+  pilotlight get nodes -o wide
+  pilotlight get models my-model -o yaml";
+const CHAT_EXAMPLES: &str = "\
+Examples:
+  pilotlight chat my-model
+  pilotlight chat my-model -m 'One line about the sea.' --max-tokens 40 --seed 7
+  pilotlight chat my-model -m - < letter.txt";
+const MIGRATE_EXAMPLES: &str = "\
+Example:
+  pilotlight sessions
+  pilotlight migrate 9b6179c244b600efa879c087e5483ac6 --to node-1
+The stream goes on meanwhile. Exit code 1, and the reason, if it did not move.";
+
 /// Serverless model serving: a model costs nothing while nobody calls it, and wakes in the time it takes to move its bytes.
 #[derive(Parser)]
 #[command(name = "pilotlight", version, about, after_help = AFTER_HELP, propagate_version = true, max_term_width = 110)]
@@ -33,24 +61,29 @@ pub(crate) struct Cli {
 #[derive(Subcommand)]
 pub(crate) enum Command {
     /// Runs everything on this machine: router, operator, store and node agents.
+    #[command(after_help = UP_EXAMPLES)]
     Up(UpArgs),
     /// A cold start of the built-in demo model: the streamed answer, and where the time went.
     Demo(DemoArgs),
     /// Creates or changes resources from a manifest.
+    #[command(after_help = APPLY_EXAMPLES)]
     Apply(ApplyArgs),
     /// Deletes a resource.
     Delete(DeleteArgs),
     /// Shows resources.
+    #[command(after_help = GET_EXAMPLES)]
     Get(GetArgs),
     /// Says why: where a model would wake, what it would cost, and what the last cold start cost.
     Explain(ExplainArgs),
     /// Talks to a model: interactively, or once with a message.
+    #[command(after_help = CHAT_EXAMPLES)]
     Chat(ChatArgs),
     /// Lists what is being generated, where it runs, and how it moved; ended sessions stay for ten minutes.
     Sessions(SessionsArgs),
     /// Shows one session with its moves and their pauses.
     Session(SessionArgs),
     /// Moves a session to another node while it goes on; returns when it runs there.
+    #[command(after_help = MIGRATE_EXAMPLES)]
     Migrate(MigrateArgs),
     /// Takes a node out of service: its sessions move away; returns when none is left.
     Drain(DrainArgs),
