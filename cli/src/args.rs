@@ -102,6 +102,9 @@ pub(crate) enum Command {
     /// Runs one device's worker; started by an agent.
     #[command(hide = true)]
     Worker(WorkerArgs),
+    /// Lists every metric of every part as JSON; the reference page is made from it.
+    #[command(hide = true)]
+    Metrics,
     /// Prints a completion script for a shell.
     Completions {
         /// Which shell.

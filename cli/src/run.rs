@@ -5,9 +5,10 @@ use std::time::Duration;
 use clap::CommandFactory as _;
 use pilotlight_kit::Stop;
 use pilotlight_kit::log::{self, LogSettings};
+use pilotlight_kit::trace;
 
 use crate::args::{Cli, Command};
-use crate::commands::{apply, chat, checkpoint, delete, demo, explain, get, key, parts, sessions};
+use crate::commands::{apply, chat, checkpoint, delete, demo, explain, get, key, metrics, parts, sessions};
 use crate::failure::Failure;
 use crate::up;
 
@@ -15,6 +16,8 @@ use crate::up;
 const GRACE: Duration = Duration::from_secs(25);
 /// A router's streams cannot be handed over: they may finish.
 const ROUTER_GRACE: Duration = Duration::from_secs(60);
+/// What ended last is told to the collector, if it listens.
+const FLUSH: Duration = Duration::from_secs(1);
 
 /// Runs one command to its end.
 pub(crate) fn run(cli: Cli) -> Result<(), Failure> {
@@ -24,6 +27,7 @@ pub(crate) fn run(cli: Cli) -> Result<(), Failure> {
             clap_complete::generate(shell, &mut Cli::command(), "pilotlight", &mut std::io::stdout());
             Ok(())
         }
+        Command::Metrics => metrics::run(),
         Command::Checkpoint(command) => {
             start_log(&quiet_by_default(log))?;
             checkpoint::run(command)
@@ -38,7 +42,12 @@ pub(crate) fn run(cli: Cli) -> Result<(), Failure> {
             let program = is_program(&command);
             start_log(&if program { log.clone() } else { quiet_by_default(log.clone()) })?;
             let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-            let ended = runtime.block_on(on_runtime(command, log.filter));
+            let ended = runtime.block_on(async {
+                start_traces(&command, &log)?;
+                let ended = on_runtime(command, log.filter).await;
+                trace::flush(FLUSH).await;
+                ended
+            });
             // What is still running was told to stop and had its grace.
             runtime.shutdown_timeout(Duration::from_secs(1));
             ended
@@ -63,6 +72,18 @@ fn start_log(settings: &LogSettings) -> Result<(), Failure> {
     log::init(settings).map_err(|e| Failure::usage(e.to_string()))
 }
 
+/// Only the programs trace; a command is over before anybody looks.
+fn start_traces(command: &Command, log: &LogSettings) -> Result<(), Failure> {
+    let service = match command {
+        Command::Up(_) => "pilotlight",
+        Command::Router(_) => "pilotlight-router",
+        Command::Agent(_) => "pilotlight-agent",
+        _ => return Ok(()),
+    };
+    let Some(endpoint) = log.otlp.as_ref().filter(|url| !url.is_empty()) else { return Ok(()) };
+    trace::start(endpoint, service).map_err(|e| Failure::usage(e.to_string()))
+}
+
 async fn on_runtime(command: Command, filter: String) -> Result<(), Failure> {
     match command {
         Command::Up(args) => up::run(args, filter, Stop::on_signals(GRACE)?).await,
@@ -79,7 +100,11 @@ async fn on_runtime(command: Command, filter: String) -> Result<(), Failure> {
         Command::Operator(args) => parts::operator(args, Stop::on_signals(GRACE)?).await,
         Command::Router(args) => parts::router(args, Stop::on_signals(ROUTER_GRACE)?).await,
         Command::Agent(args) => parts::agent(*args, filter, Stop::on_signals(GRACE)?).await,
-        Command::Completions { .. } | Command::Key(_) | Command::Checkpoint(_) | Command::Worker(_) => Ok(()),
+        Command::Completions { .. }
+        | Command::Key(_)
+        | Command::Metrics
+        | Command::Checkpoint(_)
+        | Command::Worker(_) => Ok(()),
     }
 }
 

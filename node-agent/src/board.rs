@@ -76,6 +76,9 @@ impl Board {
 
     /// A worker took a model this long after its last byte was in the host pool.
     pub(crate) fn copied(&self, device: &str, bytes: ByteCount, time: Duration) {
+        if bytes > ByteCount::ZERO {
+            self.metrics.loaded(Tier::Host, Tier::Device, bytes, time);
+        }
         let mut copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
         copies.entry(device.into()).or_default().note(bytes, time);
     }
@@ -87,7 +90,7 @@ impl Board {
 
     /// A worker measured what it computes: tokens per second, prefill and decode.
     pub(crate) fn measured(&self, device: &str, prefill: f64, decode: f64) {
-        self.metrics.rates(prefill, decode);
+        self.metrics.rates(device, prefill, decode);
         self.compute.lock().unwrap_or_else(PoisonError::into_inner).insert(device.into(), (prefill, decode));
         self.changed();
     }

@@ -54,6 +54,7 @@ mod tests;
 pub use agent::{AgentError, run};
 pub use device::{DeviceSpec, ParseDeviceError, SimSpec};
 pub use ledger::LedgerError;
+pub use metrics::metrics;
 pub use pilotlight_loader::readers::ReaderKind;
 pub use settings::{Config, Limits, Settings, SettingsError, WorkerProgram};
 pub use tiers::disk::{DiskOpenError, StoreFolderError};

@@ -1,30 +1,47 @@
 //! The agent's metrics, registered once.
 
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use pilotlight_domain::replay::NotMoved;
 use pilotlight_domain::{ByteCount, Tier};
-use prometheus::{
-    CounterVec, Gauge, GaugeVec, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge,
-    Opts, Registry,
-};
+use pilotlight_kit::metrics::{Described, Register};
+use prometheus::{GaugeVec, Histogram, HistogramVec, IntCounter, IntCounterVec, IntGauge, Registry};
 
 /// Loads last from milliseconds (a small model from the pool) to half an hour (a large one from afar).
 const LOAD_BUCKETS: &[f64] = &[0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1800.0];
 
+/// Why a copy is evicted.
+const ROOM: &str = "room";
+
 /// A pause lasts from a decode step to a replay that could not catch up.
 const PAUSE_BUCKETS: &[f64] = &[0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0];
+
+/// What an agent says of itself, for the reference page.
+///
+/// # Errors
+/// Never: the names are fixed, and nothing else is registered.
+pub fn metrics() -> prometheus::Result<Vec<Described>> {
+    let registry = Registry::new();
+    let register = Register::new(&registry, "agent");
+    Metrics::register(&register)?;
+    Ok(register.described())
+}
 
 /// Every metric of an agent. Cheap to clone.
 #[derive(Clone)]
 pub(crate) struct Metrics {
     tier_bytes: GaugeVec,
     loads_inflight: IntGauge,
-    load_bytes: CounterVec,
+    load_bytes: IntCounterVec,
     load_seconds: HistogramVec,
+    load_rate: GaugeVec,
+    load_limit: GaugeVec,
     cache_hits: IntCounterVec,
     evictions: IntCounterVec,
     checksum_failures: IntCounter,
+    worker_up: GaugeVec,
     worker_restarts: IntCounterVec,
     sessions: IntGauge,
     sessions_total: IntCounterVec,
@@ -32,82 +49,96 @@ pub(crate) struct Metrics {
     handovers: IntCounterVec,
     handover_pause: Histogram,
     handover_tokens: IntCounter,
-    prefill_rate: Gauge,
-    decode_rate: Gauge,
+    prefill_rate: GaugeVec,
+    decode_rate: GaugeVec,
+    /// Bytes per second of the fastest load between two tiers: at most 16 pairs.
+    fastest: Arc<Mutex<HashMap<(Tier, Tier), f64>>>,
 }
 
 impl Metrics {
     /// Registers everything.
     pub(crate) fn new(registry: &Registry) -> prometheus::Result<Metrics> {
-        let opts = |name: &str, help: &str| Opts::new(format!("pilotlight_agent_{name}"), help);
-        let load_seconds =
-            HistogramOpts::from(opts("load_seconds", "Time of moves between tiers that succeeded"));
-        let metrics = Metrics {
-            tier_bytes: GaugeVec::new(opts("tier_bytes", "Bytes of each tier"), &["tier", "kind"])?,
-            loads_inflight: IntGauge::with_opts(opts("loads_inflight", "Moves between tiers under way"))?,
-            load_bytes: CounterVec::new(
-                opts("load_bytes_total", "Bytes moved between tiers"),
-                &["from", "to"],
-            )?,
-            load_seconds: HistogramVec::new(load_seconds.buckets(LOAD_BUCKETS.to_vec()), &["from", "to"])?,
-            cache_hits: IntCounterVec::new(
-                opts("cache_hits_total", "Loads that found the model in this tier already"),
-                &["tier"],
-            )?,
-            evictions: IntCounterVec::new(opts("evictions_total", "Copies evicted"), &["tier", "reason"])?,
-            checksum_failures: IntCounter::with_opts(opts(
-                "checksum_failures_total",
-                "Loads refused because bytes were not what was written",
-            ))?,
-            worker_restarts: IntCounterVec::new(
-                opts("worker_restarts_total", "Workers that ended without being asked to"),
-                &["reason"],
-            )?,
-            sessions: IntGauge::with_opts(opts("sessions", "Sessions open"))?,
-            sessions_total: IntCounterVec::new(opts("sessions_total", "Sessions ended"), &["outcome"])?,
-            orders: IntCounterVec::new(opts("orders_total", "Orders seen"), &["outcome"])?,
-            handovers: IntCounterVec::new(
-                opts("handovers_total", "Sessions that were to move to another device of this node"),
-                &["outcome"],
-            )?,
-            handover_pause: Histogram::with_opts(
-                HistogramOpts::from(opts(
-                    "handover_pause_seconds",
-                    "From the last token on one device to the first one on the next",
-                ))
-                .buckets(PAUSE_BUCKETS.to_vec()),
-            )?,
-            handover_tokens: IntCounter::with_opts(opts(
-                "handover_replayed_tokens_total",
-                "Tokens that hand-overs replayed",
-            ))?,
-            prefill_rate: Gauge::with_opts(opts("prefill_tokens_per_second", "Measured by the worker"))?,
-            decode_rate: Gauge::with_opts(opts(
-                "decode_tokens_per_second",
-                "Measured by the worker, one session",
-            ))?,
-        };
-        metrics.register(registry)?;
-        Ok(metrics)
+        Metrics::register(&Register::new(registry, "agent"))
     }
 
-    fn register(&self, registry: &Registry) -> prometheus::Result<()> {
-        registry.register(Box::new(self.tier_bytes.clone()))?;
-        registry.register(Box::new(self.loads_inflight.clone()))?;
-        registry.register(Box::new(self.load_bytes.clone()))?;
-        registry.register(Box::new(self.load_seconds.clone()))?;
-        registry.register(Box::new(self.cache_hits.clone()))?;
-        registry.register(Box::new(self.evictions.clone()))?;
-        registry.register(Box::new(self.checksum_failures.clone()))?;
-        registry.register(Box::new(self.worker_restarts.clone()))?;
-        registry.register(Box::new(self.sessions.clone()))?;
-        registry.register(Box::new(self.sessions_total.clone()))?;
-        registry.register(Box::new(self.orders.clone()))?;
-        registry.register(Box::new(self.handovers.clone()))?;
-        registry.register(Box::new(self.handover_pause.clone()))?;
-        registry.register(Box::new(self.handover_tokens.clone()))?;
-        registry.register(Box::new(self.prefill_rate.clone()))?;
-        registry.register(Box::new(self.decode_rate.clone()))
+    fn register(r: &Register<'_>) -> prometheus::Result<Metrics> {
+        let path = &["from", "to"];
+        let evictions =
+            r.counters("evictions_total", "Copies that made room for others", &["tier", "reason"])?;
+        for tier in [Tier::Disk, Tier::Host] {
+            evictions.with_label_values(&[tier.as_str(), ROOM]);
+        }
+        Ok(Metrics {
+            tier_bytes: r.gauges(
+                "tier_bytes",
+                "Bytes of each tier: used, and its capacity",
+                &["tier", "kind"],
+            )?,
+            loads_inflight: r.count("loads_inflight", "Loads from one tier into another under way")?,
+            load_bytes: r.counters("load_bytes_total", "Bytes that loads moved between tiers", path)?,
+            load_seconds: r.histograms("load_seconds", "Time of loads that succeeded", LOAD_BUCKETS, path)?,
+            load_rate: r.gauges("load_bytes_per_second", "Rate of the last load between two tiers", path)?,
+            load_limit: r.gauges(
+                "load_limit_ratio",
+                "Rate of the last load / the fastest that this agent saw between these tiers",
+                path,
+            )?,
+            cache_hits: r.counters_of(
+                "cache_hits_total",
+                "Loads that found the model in this tier already",
+                "tier",
+                &["disk", "host"],
+            )?,
+            evictions,
+            checksum_failures: r.counter(
+                "checksum_failures_total",
+                "Loads refused because bytes were not what was written: the disk, or a file changed under us",
+            )?,
+            worker_up: r.gauges("worker_up", "1 while the worker of a device takes sessions", &["device"])?,
+            worker_restarts: r.counters_of(
+                "worker_restarts_total",
+                "Workers that ended without being asked to",
+                "reason",
+                &["start", "hello", "exit"],
+            )?,
+            sessions: r.count("sessions", "Sessions open")?,
+            sessions_total: r.counters_of(
+                "sessions_total",
+                "Sessions ended, by how",
+                "outcome",
+                &["done", "failed", "cancelled"],
+            )?,
+            orders: r.counters_of(
+                "orders_total",
+                "Orders seen; refused ones were older than one accepted",
+                "outcome",
+                &["accepted", "refused"],
+            )?,
+            handovers: r.counters_of(
+                "handovers_total",
+                "Sessions that were to move to another device of this node, by what became of it",
+                "outcome",
+                &["done", "refused", "finished", "too_slow", "lost", "timed_out", "aborted"],
+            )?,
+            handover_pause: r.histogram(
+                "handover_pause_seconds",
+                "From the last token on one device to the first one on the next",
+                PAUSE_BUCKETS,
+            )?,
+            handover_tokens: r
+                .counter("handover_replayed_tokens_total", "Tokens that hand-overs computed again")?,
+            prefill_rate: r.gauges(
+                "prefill_tokens_per_second",
+                "Prefill rate as the device's worker measured it last",
+                &["device"],
+            )?,
+            decode_rate: r.gauges(
+                "decode_tokens_per_second",
+                "Decode rate of one session as the device's worker measured it last",
+                &["device"],
+            )?,
+            fastest: Arc::default(),
+        })
     }
 
     pub(crate) fn tier(&self, tier: Tier, used: ByteCount, capacity: ByteCount) {
@@ -123,8 +154,14 @@ impl Metrics {
 
     pub(crate) fn loaded(&self, from: Tier, to: Tier, bytes: ByteCount, time: Duration) {
         let labels = &[from.as_str(), to.as_str()];
-        self.load_bytes.with_label_values(labels).inc_by(bytes.get() as f64);
+        self.load_bytes.with_label_values(labels).inc_by(bytes.get());
         self.load_seconds.with_label_values(labels).observe(time.as_secs_f64());
+        let rate = bytes.get() as f64 / time.as_secs_f64().max(1e-6);
+        let mut fastest = self.fastest.lock().unwrap_or_else(PoisonError::into_inner);
+        let limit = fastest.entry((from, to)).or_insert(rate);
+        *limit = limit.max(rate);
+        self.load_rate.with_label_values(labels).set(rate);
+        self.load_limit.with_label_values(labels).set(if *limit > 0.0 { rate / *limit } else { 1.0 });
     }
 
     pub(crate) fn hit(&self, tier: Tier) {
@@ -132,7 +169,7 @@ impl Metrics {
     }
 
     pub(crate) fn evicted(&self, tier: Tier) {
-        self.evictions.with_label_values(&[tier.as_str(), "room"]).inc();
+        self.evictions.with_label_values(&[tier.as_str(), ROOM]).inc();
     }
 
     pub(crate) fn checksum_failure(&self) {
@@ -175,9 +212,13 @@ impl Metrics {
         self.handovers.with_label_values(&[outcome]).inc();
     }
 
-    pub(crate) fn rates(&self, prefill: f64, decode: f64) {
-        self.prefill_rate.set(prefill);
-        self.decode_rate.set(decode);
+    pub(crate) fn worker_up(&self, device: &str, up: bool) {
+        self.worker_up.with_label_values(&[device]).set(f64::from(u8::from(up)));
+    }
+
+    pub(crate) fn rates(&self, device: &str, prefill: f64, decode: f64) {
+        self.prefill_rate.with_label_values(&[device]).set(prefill);
+        self.decode_rate.with_label_values(&[device]).set(decode);
     }
 }
 

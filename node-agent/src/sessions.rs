@@ -32,12 +32,13 @@ use axum::Router;
 use axum::body::{Body, Bytes};
 use axum::extract::rejection::{BytesRejection, JsonRejection, QueryRejection};
 use axum::extract::{DefaultBodyLimit, Path, Query, State};
-use axum::http::{StatusCode, header};
+use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use pilotlight_domain::SessionId;
 use pilotlight_domain::session::{FailureCode, Retry, SessionCommand, SessionSpec};
 use pilotlight_kit::Stop;
+use pilotlight_kit::trace::Span;
 use serde::Deserialize;
 use tokio::sync::{Semaphore, mpsc};
 use tokio::time::Instant;
@@ -107,7 +108,11 @@ fn replica_line(model: &pilotlight_domain::ModelName, face: &Arc<Face>) -> serde
     serde_json::json!({ "model": model, "state": state, "sessions": face.open(), "cause": cause })
 }
 
-async fn open(State(sessions): State<Sessions>, body: Result<Bytes, BytesRejection>) -> Response {
+async fn open(
+    State(sessions): State<Sessions>,
+    headers: HeaderMap,
+    body: Result<Bytes, BytesRejection>,
+) -> Response {
     let body = match body {
         Ok(body) => body,
         Err(rejection) => {
@@ -153,6 +158,11 @@ async fn open(State(sessions): State<Sessions>, body: Result<Bytes, BytesRejecti
     let generated = u32::try_from(spec.generated.len()).unwrap_or(u32::MAX);
     let listed = sessions.table.enter(spec.id.clone(), spec.epoch, spec.model.clone(), generated);
     let (lines, stream) = mpsc::channel::<Bytes>(LINES);
+    let span = match headers.get("traceparent").and_then(|value| value.to_str().ok()) {
+        told @ Some(_) => Span::begin("session", told),
+        // Whoever opened it does not trace it.
+        None => Span::default(),
+    };
     let session = Session {
         node: sessions.node.clone(),
         stop: sessions.stop.clone(),
@@ -160,6 +170,9 @@ async fn open(State(sessions): State<Sessions>, body: Result<Bytes, BytesRejecti
         lines,
         opened: Instant::now(),
         listed,
+        step: Span::default(),
+        span,
+        decodes: false,
         _entered: entered,
         _place: place,
     };

@@ -32,5 +32,6 @@ mod story;
 mod writer;
 
 pub use http::{Handle, Place};
+pub use metrics::metrics;
 pub use service::Operator;
 pub use settings::{Config, Leadership, Settings, SettingsError};

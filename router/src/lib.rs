@@ -55,5 +55,6 @@ mod upstream;
 
 pub use http::not_found;
 pub use keys::{KeysError, key_hash};
+pub use metrics::metrics;
 pub use router::{Router, StartError};
 pub use settings::{Config, Settings, SettingsError};

@@ -6,9 +6,8 @@ use std::time::Duration;
 
 use pilotlight_domain::replay::NotMoved;
 use pilotlight_domain::{ModelName, Phase, Phases};
-use prometheus::{
-    Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, Opts, Registry,
-};
+use pilotlight_kit::metrics::{Described, Register};
+use prometheus::{Histogram, HistogramVec, IntCounter, IntCounterVec, IntGauge, Registry};
 
 /// More models than this share the label `other`.
 const MODELS_MAX: usize = 1_000;
@@ -46,6 +45,17 @@ impl Start {
     }
 }
 
+/// What a router says of itself, for the reference page.
+///
+/// # Errors
+/// Never: the names are fixed, and nothing else is registered.
+pub fn metrics() -> prometheus::Result<Vec<Described>> {
+    let registry = Registry::new();
+    let register = Register::new(&registry, "router");
+    Metrics::register(&register)?;
+    Ok(register.described())
+}
+
 /// See the module. Names and labels are those of the metrics page.
 #[derive(Debug)]
 pub(crate) struct Metrics {
@@ -55,7 +65,7 @@ pub(crate) struct Metrics {
     pub(crate) held_bytes: IntGauge,
     hold_seconds: HistogramVec,
     first_token_seconds: HistogramVec,
-    output_token_seconds: Histogram,
+    output_token_seconds: HistogramVec,
     request_seconds: Histogram,
     overhead_seconds: Histogram,
     tokens: IntCounterVec,
@@ -74,124 +84,141 @@ pub(crate) struct Metrics {
     models: Mutex<HashSet<ModelName>>,
 }
 
-struct Registering<'a>(&'a Registry);
-
-impl Registering<'_> {
-    fn counters(&self, name: &str, help: &str, labels: &[&str]) -> prometheus::Result<IntCounterVec> {
-        let made = IntCounterVec::new(Opts::new(format!("pilotlight_router_{name}"), help), labels)?;
-        self.0.register(Box::new(made.clone()))?;
-        Ok(made)
-    }
-
-    fn counter(&self, name: &str, help: &str) -> prometheus::Result<IntCounter> {
-        let made = IntCounter::new(format!("pilotlight_router_{name}"), help)?;
-        self.0.register(Box::new(made.clone()))?;
-        Ok(made)
-    }
-
-    fn gauge(&self, name: &str, help: &str) -> prometheus::Result<IntGauge> {
-        let made = IntGauge::new(format!("pilotlight_router_{name}"), help)?;
-        self.0.register(Box::new(made.clone()))?;
-        Ok(made)
-    }
-
-    fn histograms(
-        &self,
-        name: &str,
-        help: &str,
-        buckets: &[f64],
-        labels: &[&str],
-    ) -> prometheus::Result<HistogramVec> {
-        let opts = HistogramOpts::new(format!("pilotlight_router_{name}"), help).buckets(buckets.to_vec());
-        let made = HistogramVec::new(opts, labels)?;
-        self.0.register(Box::new(made.clone()))?;
-        Ok(made)
-    }
-
-    fn histogram(&self, name: &str, help: &str, buckets: &[f64]) -> prometheus::Result<Histogram> {
-        let opts = HistogramOpts::new(format!("pilotlight_router_{name}"), help).buckets(buckets.to_vec());
-        let made = Histogram::with_opts(opts)?;
-        self.0.register(Box::new(made.clone()))?;
-        Ok(made)
-    }
-}
-
 impl Metrics {
     pub(crate) fn new(registry: &Registry) -> prometheus::Result<Self> {
-        let r = Registering(registry);
+        Metrics::register(&Register::new(registry, "router"))
+    }
+
+    fn register(r: &Register<'_>) -> prometheus::Result<Self> {
+        let moves = r.counters(
+            "moves_total",
+            "Moves of sessions; class: whether source and target are of one numerics class",
+            &["kind", "class"],
+        )?;
+        let move_pause_seconds = r.histograms(
+            "move_pause_seconds",
+            "What a client sees of a move: last token before it to the first token after it",
+            PAUSE_BUCKETS,
+            &["kind"],
+        )?;
+        for kind in ["handover", "migration", "recovery"] {
+            move_pause_seconds.with_label_values(&[kind]);
+            for class in ["same", "other"] {
+                moves.with_label_values(&[kind, class]);
+            }
+        }
+        let of_model = &["namespace", "model"];
         Ok(Metrics {
             requests: r.counters(
                 "requests_total",
-                "Requests, by HTTP status and how they ended",
+                "Requests answered, by how they ended; without a model: refused before it was known",
                 &["namespace", "model", "task", "code", "outcome"],
             )?,
-            inflight: r.gauge("inflight", "Requests whose answer has not left to its last byte")?,
-            held_requests: r.gauge("held_requests", "Sessions that wait for a place at a replica")?,
-            held_bytes: r.gauge("held_bytes", "Bytes of bodies that wait for a place at a replica")?,
+            inflight: r.count("inflight", "Requests whose answer has not left to its last byte")?,
+            held_requests: r.count("held_requests", "Sessions that wait for a place at a replica")?,
+            held_bytes: r
+                .count("held_bytes", "Bytes of request bodies that wait for a place at a replica")?,
             hold_seconds: r.histograms(
                 "hold_seconds",
-                "Wait for a place at a replica",
+                "Time a session waited in the hold queue for a place at a replica, by how the wait ended",
                 START_BUCKETS,
                 &["outcome"],
             )?,
             first_token_seconds: r.histograms(
                 "first_token_seconds",
-                "Arrival to first token",
+                "Time to first token (TTFT): arrival of a request to the first token of its answer",
                 START_BUCKETS,
-                &["start"],
+                &["namespace", "model", "start"],
             )?,
-            output_token_seconds: r.histogram(
+            output_token_seconds: r.histograms(
                 "output_token_seconds",
-                "Mean time between tokens of one answer",
+                "Time per output token (TPOT): the mean between the tokens of one answer",
                 TOKEN_BUCKETS,
+                of_model,
             )?,
-            request_seconds: r.histogram("request_seconds", "Arrival to last token", START_BUCKETS)?,
+            request_seconds: r.histogram(
+                "request_seconds",
+                "Arrival of a request to the last token of its answer",
+                START_BUCKETS,
+            )?,
             overhead_seconds: r.histogram(
                 "overhead_seconds",
-                "Arrival to the opening of a session, where nothing had to be waited for",
+                "The router's own time: arrival to a session's opening, where nothing was waited for",
                 OVERHEAD_BUCKETS,
             )?,
-            tokens: r.counters("tokens_total", "Tokens of prompts and of answers", &["direction"])?,
-            retries: r.counter("retries_total", "Sessions tried again before their first token")?,
-            dropped: r.counters("dropped_total", "Requests that were not served", &["reason"])?,
+            tokens: r.counters(
+                "tokens_total",
+                "Tokens of prompts (in) and of answers (out)",
+                &["namespace", "model", "direction"],
+            )?,
+            retries: r.counter(
+                "retries_total",
+                "Sessions tried again on another replica before their first token",
+            )?,
+            dropped: r.counters_of(
+                "dropped_total",
+                "Requests not served to their end, by reason; client-gone is no fault of ours",
+                "reason",
+                &[
+                    "queue-full",
+                    "queue-bytes",
+                    "hold-expired",
+                    "client-gone",
+                    "draining",
+                    "suspended",
+                    "shed",
+                    "rejected",
+                    "no-capacity",
+                ],
+            )?,
             tokens_dropped: r.counter(
                 "unexpected_tokens_total",
                 "Tokens that were not the next one of their session, and so not forwarded",
             )?,
-            cpu_served_tokens: r.counter("cpu_served_tokens_total", "Tokens that a CPU generated")?,
-            moves: r.counters(
-                "moves_total",
-                "Moves of sessions, by kind, and whether source and target are of one numerics class",
-                &["kind", "class"],
+            cpu_served_tokens: r.counter(
+                "cpu_served_tokens_total",
+                "Tokens of answers that a CPU gave; of those in tokens_total",
             )?,
-            moves_refused: r.counters(
+            moves,
+            moves_refused: r.counters_of(
                 "moves_given_up_total",
-                "Moves that were refused or given up; their sessions went on",
-                &["reason"],
+                "Moves that were refused or given up, by reason; their sessions went on where they were",
+                "reason",
+                &[
+                    "busy",
+                    "too_often",
+                    "too_soon",
+                    "too_long",
+                    "finished",
+                    "too_slow",
+                    "target_lost",
+                    "timed_out",
+                    "source_lost",
+                    "aborted",
+                ],
             )?,
-            replayed_tokens: r.counter("replayed_tokens_total", "Tokens that moves replayed")?,
-            move_pause_seconds: r.histograms(
-                "move_pause_seconds",
-                "Last token before a move to the first token after it",
-                PAUSE_BUCKETS,
-                &["kind"],
+            replayed_tokens: r
+                .counter("replayed_tokens_total", "Tokens that moves computed a second time")?,
+            move_pause_seconds,
+            sessions_lost: r.counter(
+                "sessions_lost_total",
+                "Sessions that ended with an error because no replica could take them over",
             )?,
-            sessions_lost: r.counter("sessions_lost_total", "Sessions that could not be recovered")?,
             cold_start_seconds: r.histograms(
                 "cold_start_seconds",
-                "Arrival to first token of requests that found no ready replica, by the tier it started from",
+                "Arrival to first token where no replica was ready, by the tier the weights came from",
                 START_BUCKETS,
                 &["namespace", "model", "path"],
             )?,
             cold_start_phase_seconds: r.histograms(
                 "cold_start_phase_seconds",
-                "The partition of cold starts",
+                "The partition of cold starts: a start's phases add up to its cold_start_seconds",
                 START_BUCKETS,
                 &["phase"],
             )?,
             cold_start_estimate_error_ratio: r.histogram(
                 "cold_start_estimate_error_ratio",
-                "Estimate / actual of cold starts",
+                "Predicted / actual time of cold starts; below 1 it took longer than was said",
                 RATIO_BUCKETS,
             )?,
             models: Mutex::default(),
@@ -227,27 +254,32 @@ impl Metrics {
         self.overhead_seconds.observe(time.as_secs_f64());
     }
 
-    pub(crate) fn first_token(&self, start: Start, time: Duration) {
-        self.first_token_seconds.with_label_values(&[start.as_str()]).observe(time.as_secs_f64());
+    pub(crate) fn first_token(&self, model: &ModelName, start: Start, time: Duration) {
+        let (namespace, model) = self.labels(model);
+        let labels = [namespace, model, start.as_str()];
+        self.first_token_seconds.with_label_values(&labels).observe(time.as_secs_f64());
     }
 
     /// An answer ended well: its tokens, and its times.
     pub(crate) fn answer(
         &self,
+        model: &ModelName,
         prompt: u32,
         generated: u32,
         whole: Duration,
         decode: Option<Duration>,
         on_cpu: bool,
     ) {
-        self.tokens.with_label_values(&["in"]).inc_by(prompt.into());
-        self.tokens.with_label_values(&["out"]).inc_by(generated.into());
+        let (namespace, model) = self.labels(model);
+        self.tokens.with_label_values(&[namespace, model, "in"]).inc_by(prompt.into());
+        self.tokens.with_label_values(&[namespace, model, "out"]).inc_by(generated.into());
         if on_cpu {
             self.cpu_served_tokens.inc_by(generated.into());
         }
         self.request_seconds.observe(whole.as_secs_f64());
         if let Some(decode) = decode.filter(|_| generated > 1) {
-            self.output_token_seconds.observe(decode.as_secs_f64() / f64::from(generated - 1));
+            let each = decode.as_secs_f64() / f64::from(generated - 1);
+            self.output_token_seconds.with_label_values(&[namespace, model]).observe(each);
         }
     }
 

@@ -9,6 +9,9 @@ pub(crate) fn run() -> anyhow::Result<()> {
     step("format", &["fmt", "--all", "--check"], &[])?;
     step("lints", &["clippy", "--workspace", "--all-targets", "--quiet", "--", "-D", "warnings"], &[])?;
     step("docs", &["doc", "--workspace", "--no-deps", "--quiet"], &[("RUSTDOCFLAGS", "-D warnings")])?;
+    let check = crate::rendered::Args { check: true };
+    crate::metrics::run(&check)?;
+    crate::dashboards::run(&check)?;
     crate::tidy::run()
 }
 

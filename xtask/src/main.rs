@@ -3,8 +3,11 @@
 #![expect(clippy::print_stdout, reason = "a command-line tool speaks on standard output")]
 
 mod check;
+mod dashboards;
 mod links;
+mod metrics;
 mod random_model;
+mod rendered;
 mod tidy;
 
 use clap::{Parser, Subcommand};
@@ -23,6 +26,10 @@ enum Chore {
     Check,
     /// Only the project's own rules: crate arrows, orphan files, sizes, who names which library, links of the documents.
     Tidy,
+    /// Makes `docs/metrics.md` from what the programs register.
+    Metrics(rendered::Args),
+    /// Makes the dashboards, the alert rules, their unit tests and `docs/alerts.md` from `charts/observing/`.
+    Dashboards(rendered::Args),
     /// Writes a checkpoint of random weights in the shape of a real model.
     RandomModel(random_model::Args),
 }
@@ -31,6 +38,8 @@ fn main() -> anyhow::Result<()> {
     match Args::parse().chore {
         Chore::Check => check::run(),
         Chore::Tidy => tidy::run(),
+        Chore::Metrics(args) => metrics::run(&args),
+        Chore::Dashboards(args) => dashboards::run(&args),
         Chore::RandomModel(args) => random_model::run(&args),
     }
 }

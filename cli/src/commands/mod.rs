@@ -9,5 +9,6 @@ pub(crate) mod explain;
 pub(crate) mod get;
 pub(crate) mod key;
 pub(crate) mod manifest;
+pub(crate) mod metrics;
 pub(crate) mod parts;
 pub(crate) mod sessions;

@@ -47,6 +47,9 @@ impl AgentProcess {
         for device in &self.offer.device {
             command.args(["--device", &device.to_string()]);
         }
+        if let Some(endpoint) = pilotlight_kit::trace::endpoint() {
+            command.args(["--otlp", endpoint]);
+        }
         command.stdin(Stdio::null()).stdout(Stdio::null()).kill_on_drop(true);
         command
     }

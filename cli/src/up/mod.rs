@@ -14,6 +14,7 @@ mod agents;
 pub(crate) mod data_dir;
 mod guard;
 mod kubeconfig;
+mod targets;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -168,6 +169,7 @@ fn serve(
     stop: &Stop,
 ) -> Result<[watch::Receiver<Readiness>; 2], Failure> {
     let registry = prometheus::Registry::new();
+    store.count_in(&registry)?;
     let clock = Arc::new(SystemClock);
     let as_manager = |name: &str| -> Arc<dyn ClusterStore> { Arc::new(store.with_manager(name)) };
     let single = pilotlight_operator::Config::single();
@@ -183,6 +185,7 @@ fn serve(
         .routes()
         .merge(guard::for_this_machine(management, listener.local_addr()?.ip()))
         .merge(admin::routes(registry, ready.clone()))
+        .merge(targets::routes(loopback_of(listener.local_addr()?).to_string(), store.clone()))
         .fallback(pilotlight_router::not_found);
     let (stop, drained, agents) = (stop.clone(), after.clone(), agents.clone());
     tasks.spawn(async move {

@@ -8,7 +8,9 @@ pub mod backoff;
 pub mod clock;
 pub mod http;
 pub mod log;
+pub mod metrics;
 pub mod stop;
+pub mod trace;
 
 pub use admin::Readiness;
 pub use backoff::Backoff;

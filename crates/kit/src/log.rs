@@ -20,11 +20,14 @@ pub struct LogSettings {
     /// How a line looks.
     #[arg(long = "log-format", env = "PILOTLIGHT_LOG_FORMAT", default_value = "text", global = true)]
     pub format: LogFormat,
+    /// Sends traces to the OpenTelemetry collector at this address, by OTLP over plain HTTP: http://HOST:4318. Default: none.
+    #[arg(long, env = "OTEL_EXPORTER_OTLP_ENDPOINT", global = true, value_name = "URL")]
+    pub otlp: Option<String>,
 }
 
 impl Default for LogSettings {
     fn default() -> Self {
-        LogSettings { filter: "info".into(), format: LogFormat::Text }
+        LogSettings { filter: "info".into(), format: LogFormat::Text, otlp: None }
     }
 }
 
@@ -73,7 +76,7 @@ mod tests {
 
     #[test]
     fn a_bad_filter_names_itself() {
-        let settings = LogSettings { filter: "info,=".into(), format: LogFormat::Text };
+        let settings = LogSettings { filter: "info,=".into(), ..LogSettings::default() };
         assert!(init(&settings).is_err_and(|e| e.to_string().contains("info,=")));
     }
 }

@@ -10,6 +10,7 @@ use axum::body::Bytes;
 use pilotlight_domain::replay::Opening;
 use pilotlight_domain::session::{FailureCode, Retry, SessionCommand, SessionEvent, SessionSpec};
 use pilotlight_kit::Stop;
+use pilotlight_kit::trace::Span;
 use tokio::sync::{OwnedSemaphorePermit, mpsc, watch};
 use tokio::time::Instant;
 
@@ -49,6 +50,11 @@ pub(super) struct Session {
     pub(super) lines: mpsc::Sender<Bytes>,
     pub(super) opened: Instant,
     pub(super) listed: Listed,
+    /// What it does now, as the trace tells it: `prefill`, then `decode`. Ends before the whole does.
+    pub(super) step: Span,
+    pub(super) span: Span,
+    /// It said a token.
+    pub(super) decodes: bool,
     pub(super) _entered: Entered,
     pub(super) _place: OwnedSemaphorePermit,
 }
@@ -189,6 +195,7 @@ impl Session {
                         pause_ms = report.pause.as_secs_f64() * 1e3,
                         "handed over"
                     );
+                    drop(self.span.child("move").since(report.pause));
                     self.node.board.metrics().handed_over(report.pause, report.replayed);
                 }
                 Outcome::NotMoved(why) => {
@@ -211,13 +218,19 @@ impl Session {
     }
 
     /// Notes what the router is about to hear.
-    fn tell(&self, mut event: SessionEvent) -> SessionEvent {
+    fn tell(&mut self, mut event: SessionEvent) -> SessionEvent {
         match &mut event {
             SessionEvent::Accepted { waited, from, .. } => {
                 *waited = self.face.waited(self.opened, Instant::now());
                 *from = self.face.from();
             }
-            SessionEvent::Token { index, .. } => self.listed.generated(*index + 1),
+            SessionEvent::Token { index, .. } => {
+                if !std::mem::replace(&mut self.decodes, true) {
+                    // What came before ends here.
+                    self.step = self.span.child("decode");
+                }
+                self.listed.generated(*index + 1);
+            }
             SessionEvent::Prepared { next_index, .. } | SessionEvent::Moved { next_index, .. } => {
                 self.listed.generated(*next_index);
             }
@@ -250,10 +263,14 @@ impl Session {
         let events_max = self.node.limits.session_events_max;
         let prompt = prompt_tokens(spec);
         for _ in 0..STARTS_MAX {
+            let load = self.span.child("load");
             let (serving, counted) = match self.wait(prompt, until).await? {
                 Ok(begins) => begins,
                 Err(refusal) => return Ok(Err(refusal)),
             };
+            drop(load);
+            self.step = self.span.child("prefill");
+            self.step.set("pilotlight.device", serving.worker.device);
             let key = serving.worker.new_session();
             let starting = async {
                 let spec = Box::new(spec.clone());

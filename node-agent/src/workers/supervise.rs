@@ -192,6 +192,8 @@ impl Supervisor {
     }
 
     fn tell(&self, told: &watch::Sender<WorkerState>, state: WorkerState) {
+        let up = matches!(state, WorkerState::Up(_));
+        self.board.metrics().worker_up(self.device.name(), up);
         told.send_replace(state);
         self.board.changed();
     }

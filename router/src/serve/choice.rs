@@ -98,10 +98,13 @@ impl Choice<'_> {
         loop {
             let ticket = job.cx.gate.enter(&job.model.name, entry.clone());
             self.watch.cold |= ticket.is_cold() && entry.turn.is_none();
+            let hold = job.span.child("hold");
+            let wake = ticket.is_cold().then(|| hold.child("wake"));
             if ticket.is_cold() {
                 job.cx.demand.wake(&job.model.name);
             }
             let place = ticket.place().await;
+            drop((wake, hold));
             let waited = job.arrived.elapsed();
             job.cx.metrics.held(waited, if place.is_ok() { "released" } else { "refused" });
             let place = place.map_err(|refusal| job.refused(refusal))?;
@@ -139,7 +142,9 @@ impl Choice<'_> {
         }
         let held_until = self.held_until(now);
         let spec = job.spec(self.index);
-        let opening = job.cx.agents.open(&place.replica.endpoint, spec);
+        let span = job.span.child("upstream");
+        span.set("pilotlight.endpoint", &place.replica.endpoint);
+        let opening = job.cx.agents.open(&place.replica.endpoint, spec, &span);
         let mut events = match timeout_at(held_until, opening).await {
             Ok(Ok(events)) => events,
             Ok(Err(error)) => return self.not_opened(&place, error),

@@ -109,7 +109,11 @@ impl<'a> Client<'a> {
             Some(_) if served.kind() == "cpu" => Start::Cpu,
             Some(_) => Start::Cold,
         };
-        self.job.cx.metrics.first_token(start, now.saturating_duration_since(self.job.arrived));
+        self.job.cx.metrics.first_token(
+            &self.job.model.name,
+            start,
+            now.saturating_duration_since(self.job.arrived),
+        );
         self.served = Some(served);
     }
 
@@ -171,7 +175,14 @@ impl<'a> Client<'a> {
         let on_cpu = self.served.as_ref().is_some_and(|s| s.kind() == "cpu");
         // With several choices at once the time between tokens is not the time between any two.
         let decode = decode.filter(|_| self.choices.len() == 1);
-        self.job.cx.metrics.answer(usage.prompt_tokens, usage.completion_tokens, whole, decode, on_cpu);
+        self.job.cx.metrics.answer(
+            &self.job.model.name,
+            usage.prompt_tokens,
+            usage.completion_tokens,
+            whole,
+            decode,
+            on_cpu,
+        );
         if self.job.request.stream {
             let events = self.envelope.done(usage);
             if self.write(events).await {
@@ -195,6 +206,8 @@ impl<'a> Client<'a> {
 
     fn count(&self, status: u16, outcome: &str) {
         let job = self.job;
+        job.span.set("http.response.status_code", status);
+        job.span.set("pilotlight.outcome", outcome);
         job.cx.metrics.request(Some(&job.model.name), job.request.task.as_str(), status, outcome);
     }
 

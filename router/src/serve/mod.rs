@@ -24,6 +24,7 @@ use futures::stream::FuturesUnordered;
 use pilotlight_api::model::{ColdStartPolicy, ColdStartReport};
 use pilotlight_domain::session::Input;
 use pilotlight_domain::{Phases, SessionId, Timestamp};
+use pilotlight_kit::trace::Span;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -61,6 +62,8 @@ pub(crate) struct Job {
     pin: Option<u64>,
     /// Of all its sessions.
     moves: Arc<AtomicU32>,
+    /// The whole of it, until its last word.
+    span: Span,
 }
 
 /// What an answer keeps until its last byte has left.
@@ -74,6 +77,9 @@ pub(crate) async fn answer(cx: Arc<Context>, task: Task, request: HttpRequest) -
     let arrived = Instant::now();
     let (parts, body) = request.into_parts();
     let id = request_id(&parts.headers);
+    let told = parts.headers.get("traceparent").and_then(|value| value.to_str().ok());
+    let span = Span::begin("request", told);
+    span.set("pilotlight.request", &id);
     let read = async {
         let who = cx.caller(&parts.headers)?;
         let mut wishes = Wishes::read(&parts.headers)?;
@@ -90,7 +96,8 @@ pub(crate) async fn answer(cx: Arc<Context>, task: Task, request: HttpRequest) -
             let (id, moves) = (id.clone(), Arc::default());
             let pin = model.session_header.as_ref().and_then(|name| parts.headers.get(name));
             let pin = pin.map(|value| hash(&[value.as_bytes()]));
-            serve(Job { cx, id, request, model, wishes, arrived, arrived_at, bytes, pin, moves }).await
+            span.set("gen_ai.request.model", &request.model);
+            serve(Job { cx, id, request, model, wishes, arrived, arrived_at, bytes, pin, moves, span }).await
         }
         Err(error) => refuse(&cx, task, error),
     };

@@ -364,6 +364,9 @@ impl<'c, 'a> Session<'c, 'a> {
                 home.device.clone_from(device);
             }
         }
+        let span = self.choice.job.span.child("move").since(report.pause);
+        span.set("pilotlight.move.kind", what.kind);
+        span.set("pilotlight.move.to", &what.to);
         let metrics = &self.choice.job.cx.metrics;
         metrics.moved(report.kind.as_str(), same_class, report.replayed, report.pause);
         tracing::info!(
@@ -425,7 +428,7 @@ impl<'c, 'a> Session<'c, 'a> {
 
 /// Opens a session at a place.
 async fn open(job: &super::Job, place: crate::hold::Place, spec: SessionSpec) -> Result<Opened, NotOpened> {
-    match job.cx.agents.open(&place.replica.endpoint, spec).await {
+    match job.cx.agents.open(&place.replica.endpoint, spec, &job.span).await {
         Ok(events) => Ok((place, events)),
         // Whatever it was, it may be the same a moment later: this replica is left alone for that long.
         Err(error) => {

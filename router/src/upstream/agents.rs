@@ -12,6 +12,7 @@ use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 use pilotlight_domain::SessionId;
 use pilotlight_domain::session::{FailureCode, Retry, SessionCommand, SessionEvent, SessionSpec};
+use pilotlight_kit::trace::Span;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -81,12 +82,17 @@ impl Agents {
 
     /// Opens a session. `spec` is dropped once it is written: while a session waits at its agent, only the written
     /// form is kept here. Dropping it half-way closes the connection.
-    pub(crate) async fn open(&self, endpoint: &str, spec: SessionSpec) -> Result<Events, OpenError> {
+    pub(crate) async fn open(
+        &self,
+        endpoint: &str,
+        spec: SessionSpec,
+        span: &Span,
+    ) -> Result<Events, OpenError> {
         let url = format!("{}/v1/sessions", endpoint.trim_end_matches('/'));
         let unreachable = |cause: String| OpenError::Unreachable { url: url.clone(), cause };
         let body = serde_json::to_vec(&spec).map_err(|e| unreachable(e.to_string()))?;
         drop(spec);
-        let response = self.send(&url, body).await.map_err(&unreachable)?;
+        let response = self.send_in(span, &url, body).await.map_err(&unreachable)?;
         let status = response.status();
         let body = response.into_body();
         if status == StatusCode::OK {
@@ -149,12 +155,25 @@ impl Agents {
     }
 
     async fn send(&self, url: &str, body: Vec<u8>) -> Result<http::Response<Incoming>, String> {
-        let request = Request::builder()
+        self.send_in(&Span::default(), url, body).await
+    }
+
+    /// As a step of a trace.
+    async fn send_in(
+        &self,
+        span: &Span,
+        url: &str,
+        body: Vec<u8>,
+    ) -> Result<http::Response<Incoming>, String> {
+        let mut request = Request::builder()
             .method(Method::POST)
             .uri(url)
             .header(header::CONTENT_TYPE, "application/json")
             .body(Full::new(Bytes::from(body)))
             .map_err(|e| e.to_string())?;
+        if let Some(value) = span.traceparent().and_then(|text| text.parse().ok()) {
+            request.headers_mut().insert("traceparent", value);
+        }
         self.client.request(request).await.map_err(|e| chain(&e))
     }
 }

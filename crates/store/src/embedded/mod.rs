@@ -23,13 +23,14 @@ mod tests;
 mod write;
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use futures::FutureExt as _;
 use pilotlight_domain::Timestamp;
 use pilotlight_kit::clock::Clock;
+use prometheus::Registry;
 use serde_json::Value;
 use tokio::sync::oneshot;
 
@@ -37,6 +38,7 @@ pub use disk::OpenError;
 pub(crate) use hub::{Subscription, Told};
 pub(crate) use state::{Context, Done, Op};
 
+use crate::metrics::Metrics;
 use crate::port::Answer;
 use crate::{ClusterStore, DeleteOptions, Filter, Kind, Listed, ObjectRef, StoreError, Version, WatchStream};
 use disk::{Disk, Loaded};
@@ -66,6 +68,7 @@ struct Shared {
     hub: Arc<Hub>,
     clock: Arc<dyn Clock>,
     dir: PathBuf,
+    metrics: OnceLock<Metrics>,
 }
 
 enum Command {
@@ -108,7 +111,7 @@ impl EmbeddedStore {
             let message = "its reader gave up; see the log".into();
             Err(OpenError::Damaged { dir: dir.into(), message })
         })?;
-        let shared = Shared { commands, hub, clock, dir: dir.into() };
+        let shared = Shared { commands, hub, clock, dir: dir.into(), metrics: OnceLock::new() };
         Ok(EmbeddedStore { shared: Arc::new(shared), manager: MANAGER.into() })
     }
 
@@ -116,6 +119,16 @@ impl EmbeddedStore {
     #[must_use]
     pub fn with_manager(&self, manager: &str) -> EmbeddedStore {
         EmbeddedStore { shared: self.shared.clone(), manager: manager.into() }
+    }
+
+    /// Counts its writes there from now on.
+    ///
+    /// # Errors
+    /// When `registry` has metrics of these names already.
+    pub fn count_in(&self, registry: &Registry) -> prometheus::Result<()> {
+        // Counted already: the first registry keeps it.
+        let _counted_already = self.shared.metrics.set(Metrics::new(registry)?);
+        Ok(())
     }
 
     /// Where it lies.
@@ -145,6 +158,15 @@ impl EmbeddedStore {
         manager: Option<&str>,
         dry_run: bool,
     ) -> Result<Done, StoreError> {
+        let began = Instant::now();
+        let result = self.ask(op, manager, dry_run).await;
+        if let Some(metrics) = self.shared.metrics.get() {
+            metrics.wrote(&result, began.elapsed());
+        }
+        result
+    }
+
+    async fn ask(&self, op: Op, manager: Option<&str>, dry_run: bool) -> Result<Done, StoreError> {
         let manager = manager.map_or_else(|| self.manager.clone(), Into::into);
         let context = Context { now: self.shared.clock.now(), manager, dry_run };
         let (reply, answer) = oneshot::channel();
