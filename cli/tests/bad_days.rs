@@ -1,4 +1,4 @@
-//! Bad days: what a hostile or broken client and a full disk bring. A clear error, nothing lost, no panic, and the
+//! Bad days: what hostile clients, damaged files and paused processes bring. A clear error, nothing lost, no panic, and the
 //! process goes on.
 
 #![allow(clippy::unwrap_used, reason = "a failed test is what it is for")]
@@ -7,9 +7,10 @@ mod world;
 
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
+use std::path::Path;
 
 use serde_json::json;
-use world::{PATIENCE, Up, demo_model, model};
+use world::{PATIENCE, Up, demo_model, model, run, signal};
 
 /// Still serves, and nothing in it panicked.
 async fn goes_on(up: Up) {
@@ -66,5 +67,69 @@ async fn large_headers_and_connections_closed_half_way_harm_nobody() {
     assert!(!answer.starts_with("HTTP/1.1 2"), "{answer}");
     assert!(!raw(&up, b"GET /v1/mod").starts_with("HTTP/1.1 2"));
     assert!(!raw(&up, &[0xff; 64]).starts_with("HTTP/1.1 2"));
+    goes_on(up).await;
+}
+
+/// Overwrites a file's every byte.
+fn spoil(file: &Path) {
+    let length = std::fs::metadata(file).unwrap().len() as usize;
+    std::fs::write(file, vec![0xa5; length]).unwrap();
+}
+
+#[tokio::test]
+async fn an_unreadable_ledger_is_a_normal_start() {
+    let dir = tempfile::tempdir().unwrap();
+    let up = Up::start_in(dir.path(), &[]);
+    up.apply(&[model("demo", &demo_model(), json!({}))]);
+    let first = up.complete("demo", json!({})).await;
+    up.stop();
+    for file in ["db", "conf"] {
+        spoil(&dir.path().join("nodes/local/ledger").join(file));
+        let up = Up::start_in(dir.path(), &[]);
+        assert_eq!(up.complete("demo", json!({})).await, first, "with a spoilt {file}");
+        assert!(!up.log().contains("panicked"), "{}", up.log());
+        up.stop();
+    }
+}
+
+#[tokio::test]
+async fn a_damaged_store_is_named_with_its_cure_and_left_as_it_is() {
+    let dir = tempfile::tempdir().unwrap();
+    let up = Up::start_in(dir.path(), &[]);
+    up.apply(&[model("demo", &demo_model(), json!({}))]);
+    up.stop();
+    let data_dir = dir.path().to_str().unwrap();
+    for file in ["db", "conf"] {
+        let file = dir.path().join("cluster/objects").join(file);
+        let whole = std::fs::read(&file).unwrap();
+        spoil(&file);
+        let spoilt = std::fs::read(&file).unwrap();
+        let output = run(&["up", "--listen", "127.0.0.1:0", "--data-dir", data_dir]);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        assert!(said.contains("cluster") && said.contains("nothing was changed"), "{said}");
+        assert!(!said.contains("panicked"), "{said}");
+        assert_eq!(std::fs::read(&file).unwrap(), spoilt, "{} was changed", file.display());
+        std::fs::write(&file, whole).unwrap();
+    }
+    let up = Up::start_in(dir.path(), &[]);
+    assert!(!up.complete("demo", json!({})).await.is_empty(), "restored, it is as it was");
+    up.stop();
+}
+
+#[tokio::test]
+async fn a_paused_agent_that_goes_on_finishes_what_it_began() {
+    let up = Up::start(&[]);
+    up.apply(&[model("demo", &demo_model(), json!({}))]);
+    let ask = json!({ "max_tokens": 200, "ignore_eos": true });
+    let first = up.complete("demo", ask.clone()).await;
+    let agent = up.children(" agent ")[0];
+    let pause = async {
+        signal(agent, "STOP");
+        tokio::time::sleep(std::time::Duration::from_secs(2)).await;
+        signal(agent, "CONT");
+    };
+    let (again, ()) = tokio::join!(up.complete("demo", ask), pause);
+    assert_eq!(again, first);
     goes_on(up).await;
 }

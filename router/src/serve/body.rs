@@ -63,6 +63,27 @@ impl Drop for Read<'_> {
     }
 }
 
+/// What is read and thrown away of a body that is too large: a client that is still sending when the connection closes
+/// sees a broken connection in place of its answer, and tries again. A frame at a time, so it costs no memory.
+const DISCARDED_BYTES_MAX: usize = 64 << 20;
+/// 64 MiB in that time is a slow network card; who is slower hears of a broken connection.
+const DISCARD_TIME_MAX: Duration = Duration::from_secs(5);
+
+/// Reads what the client is still sending, up to the bounds.
+async fn discard(mut body: Body) {
+    let all = async {
+        let mut read = 0;
+        while let Some(Ok(frame)) = body.frame().await {
+            read += frame.data_ref().map_or(0, Bytes::len);
+            if read > DISCARDED_BYTES_MAX {
+                break;
+            }
+        }
+    };
+    // Late or not, the answer is the same.
+    let _in_time = tokio::time::timeout(DISCARD_TIME_MAX, all).await;
+}
+
 /// Reads a request's body. Dropping it half-way gives back what it counted.
 pub(crate) async fn read<'a>(
     headers: &HeaderMap,
@@ -71,6 +92,10 @@ pub(crate) async fn read<'a>(
 ) -> Result<(Bytes, Read<'a>), ApiError> {
     let announced = headers.get(header::CONTENT_LENGTH).and_then(|v| v.to_str().ok()?.parse::<u64>().ok());
     if announced.is_some_and(|n| n > BODY_BYTES_MAX as u64) {
+        // Who asks before sending has sent nothing.
+        if !headers.contains_key(header::EXPECT) {
+            discard(body).await;
+        }
         return Err(too_large());
     }
     match tokio::time::timeout(BODY_TIME_MAX, read_frames(body, reading)).await {
@@ -96,6 +121,8 @@ async fn read_frames(mut body: Body, reading: &Reading) -> Result<(Bytes, Read<'
         })?;
         let Ok(data) = frame.into_data() else { continue };
         if whole.len() + data.len() > BODY_BYTES_MAX {
+            drop((whole, read));
+            discard(body).await;
             return Err(too_large());
         }
         read.grow(data.len())?;
