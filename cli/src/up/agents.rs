@@ -50,6 +50,8 @@ impl AgentProcess {
         if let Some(endpoint) = pilotlight_kit::trace::endpoint() {
             command.args(["--otlp", endpoint]);
         }
+        // Ctrl-C is for `up`, which ends its agents when the streams have ended.
+        command.process_group(0);
         command.stdin(Stdio::null()).stdout(Stdio::null()).kill_on_drop(true);
         command
     }

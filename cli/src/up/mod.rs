@@ -124,11 +124,14 @@ pub(crate) async fn start(settings: UpSettings, stop: Stop) -> Result<Running, F
         api_keys: settings.api_keys.clone(),
         ..Default::default()
     };
-    let parts = serve(settings_of_router.check()?, listener, &store, &tasks, &children, &stop)?;
+    // The agents' sessions are what the router's drain waits for.
+    let agents_stop = Stop { graceful: CancellationToken::new(), abort: stop.abort.clone() };
+    let agents_end = (agents_stop.clone(), children.clone());
+    let parts = serve(settings_of_router.check()?, listener, &store, &tasks, agents_end, &stop)?;
     let kubeconfig = kubeconfig::write(data_dir.path(), &url)?;
     let nodes = node_names(settings.nodes);
     for agent in agents(&settings, data_dir.path(), &kubeconfig, &nodes)? {
-        children.spawn(agent.supervise(stop.clone()));
+        children.spawn(agent.supervise(agents_stop.clone()));
     }
     children.close();
     tasks.close();
@@ -165,7 +168,7 @@ fn serve(
     listener: tokio::net::TcpListener,
     store: &EmbeddedStore,
     tasks: &TaskTracker,
-    agents: &TaskTracker,
+    (agents_stop, agents): (Stop, TaskTracker),
     stop: &Stop,
 ) -> Result<[watch::Receiver<Readiness>; 2], Failure> {
     let registry = prometheus::Registry::new();
@@ -187,9 +190,17 @@ fn serve(
         .merge(admin::routes(registry, ready.clone()))
         .merge(targets::routes(loopback_of(listener.local_addr()?).to_string(), store.clone()))
         .fallback(pilotlight_router::not_found);
-    let (stop, drained, agents) = (stop.clone(), after.clone(), agents.clone());
+    let (stop, drained) = (stop.clone(), after.clone());
     tasks.spawn(async move {
-        router.run(stop).await;
+        let drain = async {
+            stop.stopping().await;
+            tokio::time::sleep(DRAIN).await;
+        };
+        tokio::select! {
+            () = router.run(stop.clone()) => {}
+            () = drain => tracing::warn!("streams are still open, and are cut"),
+        }
+        agents_stop.stop();
         agents.wait().await;
         drained.stop();
     });
