@@ -204,7 +204,7 @@ impl<'v> Draft<'v> {
         due
     }
 
-    /// Orders whose content is not what the Model says now, or whose node has a better device by now.
+    /// Orders whose content is not what the Model says now, or that are used and whose node has a better device by now.
     fn drifted(&mut self, model: Known<'v>) {
         for (slot, placed) in model.entry.replicas() {
             let lost = self.node(slot).state() == NodeState::Lost;
@@ -212,7 +212,9 @@ impl<'v> Draft<'v> {
             if lost || failed || self.is_changed(model.name, slot) {
                 continue;
             }
-            let better = self.better_device(model, slot, placed);
+            // Not of an idle one: its room may be another's that was judged before.
+            let used = model.entry.demand.concurrency() > 0;
+            let better = self.better_device(model, slot, placed).filter(|_| used);
             if placed.content != model.facts.content {
                 let hold = better.unwrap_or(placed.hold);
                 self.order(model, slot, hold, false, "its Model's spec changed".into());

@@ -34,6 +34,8 @@ fn an_order_rises_to_the_accelerator_that_its_node_has_by_now() {
         .wakes("a", 1)
         .check("a@n1 gpu: its node has an accelerator for it now");
     World::new().node("n1", "gpu=1MiB").model("a", "size=1GiB").serves("a", "n1").wakes("a", 1).check("");
+    // An idle one may have to make room; it rises when it is used again.
+    World::new().node("n1", "gpu=8GiB").model("a", "size=1GiB").serves("a", "n1").check("");
 }
 
 #[test]
