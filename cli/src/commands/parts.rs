@@ -69,6 +69,12 @@ pub(crate) async fn operator(args: OperatorArgs, stop: Stop) -> Result<(), Failu
 
 /// Runs the router alone.
 pub(crate) async fn router(args: RouterArgs, stop: Stop) -> Result<(), Failure> {
+    if args.settings.api_keys.is_none() && up::guard::is_open_address(&args.listen).await {
+        tracing::warn!(
+            listen = args.listen,
+            "whoever reaches this address may use every model; --api-keys FILE asks for keys"
+        );
+    }
     let registry = prometheus::Registry::new();
     let config = args.settings.check().map_err(|e| Failure::usage(e.to_string()))?;
     let router =

@@ -34,14 +34,18 @@ fn refused() -> Response {
 
 /// An address that others reach would give every model to whoever finds it.
 pub(super) async fn refuse_open_address(listen: &str) -> Result<(), Failure> {
-    // What cannot be resolved cannot be listened on, which says so by itself.
-    let Ok(addresses) = tokio::net::lookup_host(listen).await else { return Ok(()) };
-    if addresses.into_iter().all(|address| address.ip().to_canonical().is_loopback()) {
+    if !is_open_address(listen).await {
         return Ok(());
     }
     Err(Failure::usage(format!("{listen} can be reached from other machines, and no API key would be asked for")).cure(
         "give --api-keys FILE (`pilotlight key new NAME` makes its lines), or, if that is meant, --insecure-no-auth",
     ))
+}
+
+/// Whether other machines may reach it. What cannot be resolved cannot be listened on, which says so by itself.
+pub(crate) async fn is_open_address(listen: &str) -> bool {
+    let addresses = tokio::net::lookup_host(listen).await;
+    addresses.is_ok_and(|mut all| all.any(|address| !address.ip().to_canonical().is_loopback()))
 }
 
 #[cfg(test)]

@@ -12,7 +12,7 @@
 
 mod agents;
 pub(crate) mod data_dir;
-mod guard;
+pub(crate) mod guard;
 mod kubeconfig;
 mod targets;
 

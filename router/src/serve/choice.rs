@@ -111,7 +111,8 @@ impl Choice<'_> {
             admitted.cancel();
             entry.turn = place.turn.as_deref().copied();
             let replica = place.replica.key.clone();
-            match self.attempt(place).await {
+            // Boxed: who is held does not carry the room for it about.
+            match Box::pin(self.attempt(place)).await {
                 Outcome::Ended | Outcome::Deserted => return Ok(()),
                 Outcome::Fatal(error) => return Err(error),
                 Outcome::Again { why, counted } => {

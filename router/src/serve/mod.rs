@@ -90,7 +90,8 @@ pub(crate) async fn answer(cx: Arc<Context>, task: Task, request: HttpRequest) -
         let model = resolve(&cx, &request, &who).await?;
         Ok((wishes, size, request, model))
     };
-    let mut response = match read.await {
+    // Boxed, and the headers given back, for the request may be held for minutes.
+    let mut response = match Box::pin(read).await {
         Ok((wishes, bytes, request, model)) => {
             let arrived_at = cx.clock.now();
             let (id, moves) = (id.clone(), Arc::default());
@@ -283,9 +284,10 @@ impl Job {
         self.wishes.hold.unwrap_or(self.model.policy == ColdStartPolicy::Hold)
     }
 
-    /// The expected rest of the wait, for heartbeats and Retry-After.
+    /// The expected rest of a load, for heartbeats and Retry-After; how long others take at a ready replica nobody
+    /// knows.
     fn remaining(&self) -> Option<f64> {
-        let estimate = self.cx.registry().estimate(&self.model.name)?;
+        let estimate = self.cx.registry().estimate(&self.model.name).filter(|seconds| *seconds > 0.0)?;
         Some((estimate - self.arrived.elapsed().as_secs_f64()).max(0.0))
     }
 
