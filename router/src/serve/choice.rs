@@ -71,12 +71,12 @@ pub(super) struct Choice<'a> {
     /// What people are told.
     pub(super) entry: Told,
     pub(super) asks: mpsc::Receiver<Ask>,
-    out: mpsc::Sender<Said>,
+    out: mpsc::Sender<Box<Said>>,
 }
 
 /// Runs one choice to its end; the last thing it says is its end. Choices but the first wait for `admitted`, so that
 /// a request holds one place in the line, however many choices it wants. Dropping it closes its session.
-pub(super) async fn run(job: &Job, index: usize, admitted: &CancellationToken, out: mpsc::Sender<Said>) {
+pub(super) async fn run(job: &Job, index: usize, admitted: &CancellationToken, out: mpsc::Sender<Box<Said>>) {
     if index > 0 {
         admitted.cancelled().await;
     }
@@ -219,8 +219,8 @@ impl Choice<'_> {
         &self,
         served: Option<Box<Served>>,
         what: What,
-    ) -> Result<(), mpsc::error::SendError<Said>> {
-        self.out.send(Said { choice: self.index, served, what }).await
+    ) -> Result<(), mpsc::error::SendError<Box<Said>>> {
+        self.out.send(Box::new(Said { choice: self.index, served, what })).await
     }
 
     /// A session could not be opened: nothing has happened yet.

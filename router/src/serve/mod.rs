@@ -42,7 +42,7 @@ use crate::openai::response::Envelope;
 use crate::openai::{ApiError, Code, Dropped, Request, Task, read};
 use crate::registry::ModelView;
 
-/// Said by the choices and not yet written: a few tokens of each.
+/// Said by the choices and not yet written: a few tokens of each. Boxed: a channel makes room for 32 at once.
 const SAID_MAX: usize = 16;
 /// Bodies from here on are parsed aside: 256 KiB take about half a millisecond.
 const PARSE_ASIDE_BYTES: usize = 256 << 10;
@@ -200,7 +200,7 @@ async fn drive(job: Job, reply: oneshot::Sender<Answer>, _lease: Arc<Lease>) {
             said = said.recv() => match said {
                 Some(said) => {
                     next_beat = next_beat.filter(|_| said.served.is_none());
-                    if !client.take(said).await {
+                    if !client.take(*said).await {
                         return;
                     }
                 }
