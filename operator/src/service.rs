@@ -218,7 +218,12 @@ impl Service {
     fn take_up(&mut self, happened: Happened) {
         let now = self.clock.now();
         let touched = match happened {
-            Happened::Models(told) => self.index.on_models(*told),
+            Happened::Models(told) => {
+                let touched = self.index.on_models(*told);
+                // A router may have told of a request before the store's watch told of its Model.
+                self.refresh_demand(&touched, &HashMap::new(), now);
+                touched
+            }
             Happened::Replicas(told) => {
                 self.agenda.touch_waiting();
                 self.index.on_replicas(*told, now)

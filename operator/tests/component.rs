@@ -65,6 +65,19 @@ async fn life_of_a_model() {
 }
 
 #[tokio::test]
+async fn a_wake_that_comes_before_its_model_is_known_is_not_lost() {
+    let cluster = Cluster::start().await;
+    cluster.node("n1", "2GiB").await;
+    let refused = cluster.demand("a", 0, 1).await;
+    assert!(refused.len() == 1 && refused[0].retry, "{refused:?}");
+    // No second report: what the first one said still holds.
+    cluster.model("a", |_| ()).await;
+    let order = cluster.ordered("a", "n1", Hold::Host).await;
+    assert!(order.spec.reason.starts_with("woken by a request; "), "{}", order.spec.reason);
+    cluster.stop().await;
+}
+
+#[tokio::test]
 async fn two_models_take_turns_in_one_small_pool() {
     let cluster = Cluster::start().await;
     cluster.node("n1", "1GiB").await;
