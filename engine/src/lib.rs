@@ -5,6 +5,8 @@
 
 mod batch;
 pub mod frame;
+#[cfg(any(test, fuzzing))]
+pub mod fuzzing;
 pub mod kernels;
 pub mod kv;
 pub mod model;

@@ -435,7 +435,7 @@ fn open_plain(path: &Path, folder: &Folder) -> Result<Checkpoint, CheckpointErro
 type TensorToFile = Vec<(String, String)>;
 
 /// File names in order, and which tensor should be where.
-fn parse_index(bytes: &[u8]) -> Result<(Vec<String>, TensorToFile), serde_json::Error> {
+pub(crate) fn parse_index(bytes: &[u8]) -> Result<(Vec<String>, TensorToFile), serde_json::Error> {
     #[derive(Deserialize)]
     struct Index {
         weight_map: serde_json::Map<String, Value>,

@@ -19,6 +19,8 @@ pub mod checkpoint;
 pub mod checksum;
 pub mod convert;
 pub mod device;
+#[cfg(any(test, fuzzing))]
+pub mod fuzzing;
 pub mod inspect;
 pub mod layout;
 pub mod load;

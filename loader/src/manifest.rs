@@ -290,6 +290,15 @@ fn digest_of(bytes: &[u8]) -> Option<Digest> {
     Some(Digest::from_sha256(&hash.finalize().into()))
 }
 
+/// The same bytes under the digest that they have; none if they do not begin as every manifest does.
+#[cfg(any(test, fuzzing))]
+pub(crate) fn sealed_again(bytes: &[u8]) -> Option<Vec<u8>> {
+    let digest = digest_of(bytes)?;
+    let mut sealed = bytes.to_vec();
+    sealed[PREFIX.len()..PREFIX.len() + HEX_DIGITS].copy_from_slice(digest.hex().as_bytes());
+    Some(sealed)
+}
+
 fn field_error(field: &str, what: &str) -> ManifestError {
     ManifestError::Field { field: field.into(), what: what.into() }
 }

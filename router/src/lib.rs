@@ -39,6 +39,8 @@
 mod budget;
 mod context;
 mod demand;
+#[cfg(any(test, fuzzing))]
+pub mod fuzzing;
 mod hold;
 mod http;
 mod keys;

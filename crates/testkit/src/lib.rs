@@ -1,5 +1,6 @@
-//! Worlds in a few words, tiny checkpoints, a faulty disk. For tests only.
+//! Worlds in a few words, tiny checkpoints, a faulty disk, mutated inputs. For tests only.
 #![forbid(unsafe_code)]
 
 pub mod checkpoint;
 pub mod disk;
+pub mod mutate;

@@ -7,3 +7,5 @@ mod agents;
 mod lines;
 
 pub(crate) use agents::{Agents, Events, OpenError, PostError};
+#[cfg(any(test, fuzzing))]
+pub(crate) use lines::Lines;
