@@ -12,6 +12,7 @@ pub(crate) fn run() -> anyhow::Result<()> {
     let check = crate::rendered::Args { check: true };
     crate::metrics::run(&check)?;
     crate::dashboards::run(&check)?;
+    crate::crds::run(&check)?;
     crate::tidy::run()
 }
 

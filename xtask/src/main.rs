@@ -3,6 +3,7 @@
 #![expect(clippy::print_stdout, reason = "a command-line tool speaks on standard output")]
 
 mod check;
+mod crds;
 mod dashboards;
 mod links;
 mod metrics;
@@ -30,6 +31,8 @@ enum Chore {
     Metrics(rendered::Args),
     /// Makes the dashboards, the alert rules, their unit tests and `docs/alerts.md` from `charts/observing/`.
     Dashboards(rendered::Args),
+    /// Makes the custom resource definitions of the chart from the Rust types.
+    Crds(rendered::Args),
     /// Writes a checkpoint of random weights in the shape of a real model.
     RandomModel(random_model::Args),
 }
@@ -40,6 +43,7 @@ fn main() -> anyhow::Result<()> {
         Chore::Tidy => tidy::run(),
         Chore::Metrics(args) => metrics::run(&args),
         Chore::Dashboards(args) => dashboards::run(&args),
+        Chore::Crds(args) => crds::run(&args),
         Chore::RandomModel(args) => random_model::run(&args),
     }
 }

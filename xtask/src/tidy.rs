@@ -28,7 +28,7 @@ const ARROWS: &[(&str, &[&str])] = &[
         "cli",
         &["domain", "api", "kit", "store", "sources", "loader", "engine", "router", "operator", "node-agent"],
     ),
-    ("xtask", &[]),
+    ("xtask", &["api"]),
 ];
 
 /// Libraries that one place names, so that replacing them is one place's work, and what each crate must not know.

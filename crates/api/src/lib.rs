@@ -8,11 +8,13 @@
 
 pub mod columns;
 pub mod conditions;
+pub mod crds;
 pub mod demand;
 pub mod explain;
 pub mod model;
 pub mod node;
 pub mod replica;
+pub mod rules;
 pub mod schema;
 pub mod validate;
 

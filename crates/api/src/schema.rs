@@ -8,16 +8,10 @@
 use std::sync::OnceLock;
 
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
-use kube::CustomResourceExt as _;
 use serde_json::{Map, Value, json};
 
+use crate::crds;
 use crate::validate::FieldError;
-use crate::{Model, ModelNode, ModelReplica};
-
-/// Our CRDs, in the order in which they are documented.
-pub fn crds() -> Vec<CustomResourceDefinition> {
-    vec![Model::crd(), ModelReplica::crd(), ModelNode::crd()]
-}
 
 /// At most so many mistakes are told at once: more is noise.
 const MISTAKES_MAX: usize = 16;
@@ -48,7 +42,7 @@ pub fn metadata_mistakes(object: &Value) -> Vec<FieldError> {
 pub fn of(kind: &str) -> Option<&'static Value> {
     static SCHEMAS: OnceLock<Map<String, Value>> = OnceLock::new();
     let schemas = SCHEMAS.get_or_init(|| {
-        let whole = |crd: CustomResourceDefinition| {
+        let whole = |crd: &CustomResourceDefinition| {
             let mut schema = crd
                 .spec
                 .versions
@@ -62,9 +56,9 @@ pub fn of(kind: &str) -> Option<&'static Value> {
                 properties.insert("kind".into(), json!({ "type": "string" }));
                 properties.insert("metadata".into(), metadata().clone());
             }
-            (crd.spec.names.kind, schema)
+            (crd.spec.names.kind.clone(), schema)
         };
-        crds().into_iter().map(whole).collect()
+        crds::all().iter().map(whole).collect()
     });
     schemas.get(kind)
 }
@@ -130,11 +124,17 @@ fn walk(
     match value {
         Value::Object(fields) => walk_object(schema, fields, path, unknown, depth, found),
         Value::Array(items) if schema["items"].is_object() => {
+            if let Some(most) = above(schema, "maxItems", items.len()) {
+                return found.push(FieldError::new(path, format!("must have at most {most} items")));
+            }
             for (index, item) in items.iter().enumerate() {
                 walk(&schema["items"], item, &format!("{path}[{index}]"), unknown, depth + 1, found);
             }
         }
         Value::String(text) => {
+            if let Some(most) = above(schema, "maxLength", text.chars().count()) {
+                return found.push(FieldError::new(path, format!("may not be more than {most} bytes")));
+            }
             let allowed: Vec<&str> =
                 schema["enum"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
             if !allowed.is_empty() && !allowed.contains(&text.as_str()) {
@@ -156,6 +156,9 @@ fn walk_object(
 ) {
     let nothing = Map::new();
     let properties = schema["properties"].as_object().unwrap_or(&nothing);
+    if let Some(most) = above(schema, "maxProperties", fields.len()) {
+        return found.push(FieldError::new(path, format!("must have at most {most} items")));
+    }
     let at = |key: &str| if path.is_empty() { key.to_owned() } else { format!("{path}.{key}") };
     for required in schema["required"].as_array().into_iter().flatten().filter_map(Value::as_str) {
         if !fields.contains_key(required) {
@@ -182,6 +185,11 @@ fn walk_number(schema: &Value, number: f64, path: &str, found: &mut Vec<FieldErr
     } else if schema["format"] == "int32" && !(f64::from(i32::MIN)..=f64::from(i32::MAX)).contains(&number) {
         found.push(FieldError::new(path, format!("{number} does not fit in 32 bits")));
     }
+}
+
+/// The bound, if so many are above it. What is said of it are an API server's words.
+fn above(schema: &Value, bound: &str, count: usize) -> Option<u64> {
+    schema[bound].as_u64().filter(|&most| u64::try_from(count).is_ok_and(|count| count > most))
 }
 
 fn unknown_field(key: &str, properties: &Map<String, Value>) -> String {
@@ -240,6 +248,7 @@ fn shown(value: &Value) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Model;
 
     fn model(spec: &Value) -> Value {
         json!({ "apiVersion": "pilotlight.dev/v1alpha1", "kind": "Model", "metadata": { "name": "a" }, "spec": spec })
