@@ -207,6 +207,20 @@ pub enum CheckpointError {
     },
 }
 
+impl CheckpointError {
+    /// Whether what lies there is bad, so that looking again cannot help. What a newer program wrote, and what the
+    /// system does not let us read now, is not.
+    pub fn is_damage(&self) -> bool {
+        !matches!(
+            self,
+            CheckpointError::Missing { .. }
+                | CheckpointError::Io { .. }
+                | CheckpointError::Header { source: HeaderError::Read(_), .. }
+                | CheckpointError::Manifest { source: ManifestError::Newer { .. }, .. }
+        )
+    }
+}
+
 impl Checkpoint {
     /// Opens a folder of ours, or a plain Hugging Face one.
     pub fn open(path: &Path) -> Result<Checkpoint, CheckpointError> {

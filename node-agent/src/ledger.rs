@@ -4,11 +4,14 @@
 //! so that a person can read them with any sled tool.
 //!
 //! Invariants: an order is on disk before it is acted upon. **Everything here can be rebuilt** by scanning the store
-//! and reading the cluster, so a ledger that cannot be read is moved aside and a normal start follows.
+//! and reading the cluster, so a ledger that cannot be read is moved aside and a normal start follows. One that the
+//! system does not let us read or write (the disk is full, the process has no descriptor left) is no such ledger: it
+//! stays where it is. After a write that failed it is opened again with the next job, and gets what it missed.
 //!
 //! It deliberately does **not** decide: who is evicted is [`crate::tiers`]' business, which order counts
 //! [`crate::orders`]'.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -27,6 +30,10 @@ const QUEUE: usize = 64;
 
 /// sled's cache. A node's ledger holds some hundred records of a few KiB.
 const CACHE_BYTES: u64 = 8 << 20;
+
+/// What this program writes, and the newest that it reads; a record of its own.
+const FORMAT: u64 = 1;
+const FORMAT_KEY: &str = "!format";
 
 /// One checkpoint of the disk tier.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -68,12 +75,23 @@ pub enum LedgerError {
         path: PathBuf,
     },
     /// It cannot be opened, not even anew.
-    #[error("open {path:?}; is the disk full or read-only?")]
+    #[error("open the ledger {path:?}; is the disk full or read-only?")]
     Open {
         /// Which.
         path: PathBuf,
         /// What sled said.
         source: sled::Error,
+    },
+    /// A newer version of this program wrote it.
+    #[error(
+        "the ledger {path:?} has format {found}, this version knows {FORMAT}: use the newer version again, or give \
+         the agent another --data-dir"
+    )]
+    TooNew {
+        /// Which.
+        path: PathBuf,
+        /// Its format.
+        found: u64,
     },
     /// A write or read failed.
     #[error("{what} in the ledger; is the disk full or failing?")]
@@ -88,7 +106,7 @@ pub enum LedgerError {
     Closed,
 }
 
-type Job = Box<dyn FnOnce(&Book) + Send>;
+type Job = Box<dyn FnOnce(&mut Book) + Send>;
 
 /// Tasks' way to the ledger. Cheap to clone.
 #[derive(Clone, Debug)]
@@ -99,15 +117,15 @@ pub(crate) struct Ledger {
 impl Ledger {
     /// Opens the ledger in `folder`, or a new one if it cannot be read, and starts its thread. Blocks.
     pub(crate) fn open(folder: &Path) -> Result<Ledger, LedgerError> {
-        let book = Book::open(folder)?;
+        let mut book = Book::open(folder)?;
         let (jobs, mut queue) = mpsc::channel::<Job>(QUEUE);
         let thread = std::thread::Builder::new().name("ledger".into());
         thread
             .spawn(move || {
                 while let Some(job) = queue.blocking_recv() {
-                    job(&book);
+                    job(&mut book);
                 }
-                if let Err(error) = book.db.flush() {
+                if let Err(error) = book.flush() {
                     tracing::warn!(%error, "flush the ledger");
                 }
             })
@@ -118,7 +136,7 @@ impl Ledger {
     /// Runs a closure on the ledger's thread. Dropping it half-way abandons the answer, not the work.
     async fn call<T: Send + 'static>(
         &self,
-        act: impl FnOnce(&Book) -> Result<T, LedgerError> + Send + 'static,
+        act: impl FnOnce(&mut Book) -> Result<T, LedgerError> + Send + 'static,
     ) -> Result<T, LedgerError> {
         let (answer, answered) = oneshot::channel();
         let job: Job = Box::new(move |book| {
@@ -130,28 +148,28 @@ impl Ledger {
 
     /// Everything on the disk tier, as last written.
     pub(crate) async fn disk(&self) -> Result<Vec<(Digest, DiskRecord)>, LedgerError> {
-        self.call(|book| book.all(&book.disk)).await
+        self.call(|book| book.all(DISK)).await
     }
 
     /// Notes a checkpoint.
     pub(crate) async fn put_disk(&self, digest: Digest, record: DiskRecord) -> Result<(), LedgerError> {
-        self.call(move |book| book.put(&book.disk, digest.as_str(), &record)).await
+        self.call(move |book| book.put(DISK, digest.as_str(), &record)).await
     }
 
     /// Forgets a checkpoint.
     pub(crate) async fn remove_disk(&self, digest: Digest) -> Result<(), LedgerError> {
-        self.call(move |book| book.remove(&book.disk, digest.as_str())).await
+        self.call(move |book| book.remove(DISK, digest.as_str())).await
     }
 
     /// The last order accepted for each object, by `namespace/name`.
     pub(crate) async fn accepted(&self) -> Result<Vec<(String, Accepted)>, LedgerError> {
-        self.call(|book| book.all(&book.orders)).await
+        self.call(|book| book.all(ORDERS)).await
     }
 
     /// Notes an order; it is on disk when this returns.
     pub(crate) async fn put_accepted(&self, object: String, accepted: Accepted) -> Result<(), LedgerError> {
         self.call(move |book| {
-            book.put(&book.orders, &object, &accepted)?;
+            book.put(ORDERS, &object, &accepted)?;
             book.flush()
         })
         .await
@@ -159,7 +177,7 @@ impl Ledger {
 
     /// Forgets an object that is gone.
     pub(crate) async fn remove_accepted(&self, object: String) -> Result<(), LedgerError> {
-        self.call(move |book| book.remove(&book.orders, &object)).await
+        self.call(move |book| book.remove(ORDERS, &object)).await
     }
 
     /// Everything written so far is on disk when this returns.
@@ -170,25 +188,113 @@ impl Ledger {
 
 /// The file itself; only its thread has it.
 struct Book {
+    folder: PathBuf,
+    /// None after a write that failed, until it could be opened again.
+    file: Option<Trees>,
+    /// What it holds, or would if the disk let it: by tree and key.
+    records: Records,
+}
+
+type Records = BTreeMap<(Tree, Vec<u8>), Vec<u8>>;
+
+/// sled's database and its trees.
+struct Trees {
     db: sled::Db,
     disk: sled::Tree,
     orders: sled::Tree,
 }
 
+/// Which records.
+type Tree = &'static str;
+const DISK: Tree = "disk";
+const ORDERS: Tree = "orders";
+
 impl Book {
     fn open(folder: &Path) -> Result<Book, LedgerError> {
-        match Self::try_open(folder) {
-            Ok(book) => Ok(book),
-            Err(error) if is_locked(&error) => Err(LedgerError::InUse { path: folder.into() }),
+        let refused = |source| LedgerError::Open { path: folder.into(), source };
+        let (file, records) = match Trees::open(folder) {
+            Ok(opened) => opened,
+            Err(error) if is_locked(&error) => return Err(LedgerError::InUse { path: folder.into() }),
+            Err(error) if is_refusal(&error) => return Err(refused(error)),
             Err(error) => {
                 tracing::warn!(%error, ?folder, "the ledger cannot be read: it is moved aside and built again");
                 move_aside(folder).map_err(|source| LedgerError::Folder { path: folder.into(), source })?;
-                Self::try_open(folder).map_err(|source| LedgerError::Open { path: folder.into(), source })
+                Trees::open(folder).map_err(refused)?
+            }
+        };
+        let format = file.db.get(FORMAT_KEY).map_err(refused)?;
+        match format.and_then(|bytes| <[u8; 8]>::try_from(&*bytes).ok()).map(u64::from_be_bytes) {
+            Some(found) if found > FORMAT => return Err(LedgerError::TooNew { path: folder.into(), found }),
+            Some(_) => {}
+            None => drop(file.db.insert(FORMAT_KEY, &FORMAT.to_be_bytes()).map_err(refused)?),
+        }
+        Ok(Book { folder: folder.into(), file: Some(file), records })
+    }
+
+    /// The open file. Opened again if a write had failed, and brought up to date; on disk when it returns.
+    fn file(&mut self) -> Result<&Trees, sled::Error> {
+        match &mut self.file {
+            Some(file) => Ok(file),
+            closed => {
+                let (trees, found) = Trees::open(&self.folder)?;
+                for (tree, key) in found.keys().filter(|key| !self.records.contains_key(*key)) {
+                    trees.of(tree).remove(key)?;
+                }
+                for ((tree, key), value) in &self.records {
+                    trees.of(tree).insert(key, value.as_slice())?;
+                }
+                trees.db.flush()?;
+                tracing::info!("the ledger is written again");
+                Ok(closed.insert(trees))
             }
         }
     }
 
-    fn try_open(folder: &Path) -> Result<Book, sled::Error> {
+    /// Does something to the file. What fails closes it: sled takes nothing more after an error.
+    fn act<T>(
+        &mut self,
+        what: &'static str,
+        act: impl FnOnce(&Trees) -> Result<T, sled::Error>,
+    ) -> Result<T, LedgerError> {
+        let acted = self.file().and_then(act);
+        acted.map_err(|source| {
+            self.file = None;
+            LedgerError::Use { what, source }
+        })
+    }
+
+    /// Records that cannot be decoded (an older program's) are left out: they can be rebuilt.
+    fn all<K: std::str::FromStr, V: DeserializeOwned>(&self, tree: Tree) -> Result<Vec<(K, V)>, LedgerError> {
+        let mut found = Vec::new();
+        for ((_, key), value) in self.records.iter().filter(|((of, _), _)| *of == tree) {
+            let key = std::str::from_utf8(key).ok().and_then(|k| k.parse().ok());
+            match (key, serde_json::from_slice(value)) {
+                (Some(key), Ok(value)) => found.push((key, value)),
+                _ => tracing::warn!("a record of the ledger cannot be read and is left out"),
+            }
+        }
+        Ok(found)
+    }
+
+    fn put<V: Serialize>(&mut self, tree: Tree, key: &str, value: &V) -> Result<(), LedgerError> {
+        let value = serde_json::to_vec(value).expect("records are plain data with text keys");
+        self.records.insert((tree, key.into()), value.clone());
+        self.act("write a record", |file| file.of(tree).insert(key, value).map(drop))
+    }
+
+    fn remove(&mut self, tree: Tree, key: &str) -> Result<(), LedgerError> {
+        self.records.remove(&(tree, key.into()));
+        self.act("remove a record", |file| file.of(tree).remove(key).map(drop))
+    }
+
+    fn flush(&mut self) -> Result<(), LedgerError> {
+        self.act("flush records", |file| file.db.flush().map(drop))
+    }
+}
+
+impl Trees {
+    /// With everything in it: damage shows when it is read, now and not in the middle of an order.
+    fn open(folder: &Path) -> Result<(Trees, Records), sled::Error> {
         let config = sled::Config::new().path(folder).cache_capacity(CACHE_BYTES);
         let mut tries = 1;
         let db = loop {
@@ -204,48 +310,31 @@ impl Book {
                 opened => break opened?,
             }
         };
-        let book = Book { disk: db.open_tree("disk")?, orders: db.open_tree("orders")?, db };
-        // Damage within the file shows when it is read: now, not in the middle of an order.
-        for tree in [&book.disk, &book.orders] {
-            for entry in tree {
-                entry?;
+        let trees = Trees { disk: db.open_tree(DISK)?, orders: db.open_tree(ORDERS)?, db };
+        let mut records = Records::new();
+        for tree in [DISK, ORDERS] {
+            for entry in trees.of(tree) {
+                let (key, value) = entry?;
+                records.insert((tree, key.to_vec()), value.to_vec());
             }
         }
-        Ok(book)
+        Ok((trees, records))
     }
 
-    /// Records that cannot be decoded (an older program's) are left out: they can be rebuilt.
-    fn all<K: std::str::FromStr, V: DeserializeOwned>(
-        &self,
-        tree: &sled::Tree,
-    ) -> Result<Vec<(K, V)>, LedgerError> {
-        let mut found = Vec::new();
-        for entry in tree {
-            let (key, value) = entry.map_err(|source| LedgerError::Use { what: "read records", source })?;
-            let key = std::str::from_utf8(&key).ok().and_then(|k| k.parse().ok());
-            match (key, serde_json::from_slice(&value)) {
-                (Some(key), Ok(value)) => found.push((key, value)),
-                _ => tracing::warn!("a record of the ledger cannot be read and is left out"),
-            }
-        }
-        Ok(found)
+    fn of(&self, tree: Tree) -> &sled::Tree {
+        if tree == DISK { &self.disk } else { &self.orders }
     }
+}
 
-    fn put<V: Serialize>(&self, tree: &sled::Tree, key: &str, value: &V) -> Result<(), LedgerError> {
-        let value = serde_json::to_vec(value).expect("records are plain data with text keys");
-        tree.insert(key, value).map_err(|source| LedgerError::Use { what: "write a record", source })?;
-        Ok(())
-    }
-
-    fn remove(&self, tree: &sled::Tree, key: &str) -> Result<(), LedgerError> {
-        tree.remove(key).map_err(|source| LedgerError::Use { what: "remove a record", source })?;
-        Ok(())
-    }
-
-    fn flush(&self) -> Result<(), LedgerError> {
-        self.db.flush().map_err(|source| LedgerError::Use { what: "flush records", source })?;
-        Ok(())
-    }
+/// The system did not let us; what lies there may be whole.
+fn is_refusal(error: &sled::Error) -> bool {
+    use std::io::ErrorKind as K;
+    let sled::Error::Io(error) = error else { return false };
+    let refused =
+        [K::StorageFull, K::QuotaExceeded, K::PermissionDenied, K::ReadOnlyFilesystem, K::OutOfMemory];
+    let descriptors = [rustix::io::Errno::MFILE, rustix::io::Errno::NFILE];
+    refused.contains(&error.kind())
+        || descriptors.iter().any(|errno| error.raw_os_error() == Some(errno.raw_os_error()))
 }
 
 fn is_locked(error: &sled::Error) -> bool {
@@ -312,6 +401,55 @@ mod tests {
         let ledger = Ledger::open(&folder).unwrap();
         assert!(ledger.disk().await.unwrap().is_empty());
         assert!(dir.path().join("ledger.unreadable").exists());
+    }
+
+    #[tokio::test]
+    async fn a_newer_ledger_is_left_as_it_is() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = dir.path().join("ledger");
+        let ledger = Ledger::open(&folder).unwrap();
+        ledger.call(|book| book.act("test", |f| f.db.insert(FORMAT_KEY, &7u64.to_be_bytes()))).await.unwrap();
+        ledger.flush().await.unwrap();
+        drop(ledger);
+        let error = Ledger::open(&folder).unwrap_err().to_string();
+        assert!(error.contains("format 7") && error.contains("knows 1"), "{error}");
+        assert!(!dir.path().join("ledger.unreadable").exists());
+    }
+
+    #[tokio::test]
+    async fn what_a_failed_write_missed_is_there_when_the_disk_writes_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = dir.path().join("ledger");
+        let ledger = Ledger::open(&folder).unwrap();
+        let [old, gone, new] = [1, 2, 3].map(|n| Digest::from_sha256(&[n; 32]));
+        ledger.put_disk(old.clone(), record(1)).await.unwrap();
+        ledger.put_disk(gone.clone(), record(2)).await.unwrap();
+        // The file is closed as after a refused write, and cannot be opened: another one stands in its place.
+        let aside = dir.path().join("aside");
+        ledger
+            .call(|book| {
+                book.flush()?;
+                book.file = None;
+                Ok(())
+            })
+            .await
+            .unwrap();
+        std::fs::rename(&folder, &aside).unwrap();
+        std::fs::write(&folder, "in the way").unwrap();
+        for refused in [
+            ledger.put_disk(new.clone(), record(3)).await,
+            ledger.remove_disk(gone).await,
+            ledger.put_accepted("a/b".into(), Accepted { uid: "u".into(), generation: Generation(1) }).await,
+        ] {
+            assert!(matches!(refused, Err(LedgerError::Use { .. })), "{refused:?}");
+        }
+        std::fs::remove_file(&folder).unwrap();
+        std::fs::rename(&aside, &folder).unwrap();
+        ledger.flush().await.unwrap();
+        drop(ledger);
+        let ledger = reopened(&folder);
+        assert_eq!(ledger.disk().await.unwrap(), vec![(old, record(1)), (new, record(3))]);
+        assert_eq!(ledger.accepted().await.unwrap().len(), 1);
     }
 
     #[tokio::test]

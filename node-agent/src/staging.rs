@@ -171,7 +171,7 @@ impl Staging {
                 }
                 Ok(Staged { lease, checkpoint: Arc::new(checkpoint), fetched })
             }
-            Err(error) => Err(Failure { damaged: true, ..error.into() }),
+            Err(error) => Err(Failure { damaged: error.is_damage(), ..error.into() }),
         }
     }
 

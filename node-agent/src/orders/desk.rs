@@ -2,10 +2,12 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use futures::StreamExt as _;
 use pilotlight_api::ModelReplica;
 use pilotlight_domain::NodeName;
+use pilotlight_kit::Backoff;
 use pilotlight_store::{ClusterStore, Filter, Reflected, reflect};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
@@ -17,6 +19,9 @@ use super::order::{Goal, Order};
 use super::replica::{Node, ReplicaTask};
 use super::status::StatusCell;
 use crate::ledger::{Accepted, Ledger, LedgerError};
+
+/// A ledger that cannot be written is tried again after so long: from, to.
+const LEDGER_RETRY: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
 
 /// Reads orders. Spawn [`Desk::run`].
 pub(crate) struct Desk {
@@ -86,7 +91,7 @@ impl Desk {
             }
             Verdict::Accept => {
                 let accepted = Accepted { uid: order.uid.clone(), generation: order.generation };
-                self.ledger.put_accepted(order.object.clone(), accepted.clone()).await?;
+                self.persist(&order, &accepted).await?;
                 self.accepted.insert(order.object.clone(), accepted);
                 metrics.order("accepted");
                 self.act(replica, order);
@@ -101,6 +106,35 @@ impl Desk {
             }
         }
         Ok(())
+    }
+
+    /// Returns when the order is on disk: a full disk makes orders wait, and what is held goes on. Only an order to let
+    /// go does not wait, since it may be what makes room; the ledger has it once it can be written.
+    async fn persist(&self, order: &Order, accepted: &Accepted) -> Result<(), LedgerError> {
+        let mut backoff = Backoff::new(LEDGER_RETRY.0, LEDGER_RETRY.1);
+        let mut told = false;
+        loop {
+            match self.ledger.put_accepted(order.object.clone(), accepted.clone()).await {
+                Err(LedgerError::Closed) => return Err(LedgerError::Closed),
+                Err(error) if order.goal != Goal::Gone => {
+                    if !told {
+                        let error = crate::failure::chain(&error);
+                        tracing::error!(
+                            error,
+                            replica = order.object,
+                            "orders wait until the ledger can be written"
+                        );
+                    }
+                    told = true;
+                    backoff.wait().await;
+                }
+                Err(error) => {
+                    tracing::warn!(%error, replica = order.object, "let go without a line in the ledger");
+                    return Ok(());
+                }
+                Ok(()) => return Ok(()),
+            }
+        }
     }
 
     fn act(&mut self, replica: ModelReplica, order: Order) {
@@ -129,10 +163,17 @@ impl Desk {
             // The task hears of this last order although its channel closes.
             withdraw(&running);
         }
-        if self.accepted.remove(object).is_some() {
-            self.ledger.remove_accepted(object.to_owned()).await?;
+        if self.accepted.remove(object).is_none() {
+            return Ok(());
         }
-        Ok(())
+        match self.ledger.remove_accepted(object.to_owned()).await {
+            Err(LedgerError::Closed) => Err(LedgerError::Closed),
+            Err(error) => {
+                tracing::warn!(%error, object, "the ledger forgets an object when it can be written");
+                Ok(())
+            }
+            Ok(()) => Ok(()),
+        }
     }
 }
 

@@ -91,6 +91,36 @@ async fn a_restart_finds_the_disk_tier_and_its_orders() {
 }
 
 #[tokio::test]
+async fn what_a_newer_version_made_stays_and_what_is_damaged_goes() {
+    let mut world = World::with_chunks(32).await;
+    let store = world.data("store");
+    for (name, uri) in [("a", world.model("a")), ("b", world.model("b"))] {
+        let generation = world.order(name, &uri, Hold::Disk).await;
+        world.phase(name, generation, ReplicaPhase::Ready).await;
+    }
+    world.stop().await;
+    let mut made: Vec<_> = std::fs::read_dir(&store).unwrap().map(|entry| entry.unwrap().path()).collect();
+    made.sort();
+    assert_eq!(made.len(), 2);
+    for (folder, version) in made.iter().zip(["2", "\"damaged\""]) {
+        let manifest = folder.join("manifest.json");
+        let text = std::fs::read_to_string(&manifest).unwrap();
+        std::fs::write(manifest, text.replacen("\"version\":1", &format!("\"version\":{version}"), 1))
+            .unwrap();
+    }
+    std::fs::write(store.join("notes.txt"), "of a person").unwrap();
+    // Nothing is staged again.
+    std::fs::remove_dir_all(world.dir.path().join("models")).unwrap();
+    world.start();
+    let uri = world.model("c");
+    let generation = world.order("c", &uri, Hold::Disk).await;
+    world.phase("c", generation, ReplicaPhase::Ready).await;
+    assert!(made[0].join("model.safetensors").exists() && store.join("notes.txt").exists());
+    assert!(!made[1].exists());
+    world.stop().await;
+}
+
+#[tokio::test]
 async fn an_agent_without_its_ledger_finds_the_store_by_scanning() {
     let mut world = World::with_chunks(32).await;
     let uri = world.model("m");

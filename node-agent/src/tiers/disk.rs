@@ -6,6 +6,9 @@
 //! store/evicted-<hex>      being removed
 //! ```
 //!
+//! What else lies there stays, with a line in the log: a checkpoint that a newer version made, one that the system does
+//! not let us read now, and what somebody put there. A damaged checkpoint goes: it is converted again.
+//!
 //! Invariants: only a folder under its digest's name counts, and it appears by rename, so a crash leaves nothing that
 //! looks finished; what an order leases is never evicted; the ledger may lag, the folders are the truth.
 //!
@@ -85,7 +88,7 @@ impl DiskTier {
                         bytes: copy.bytes,
                         last_used: clock.now(),
                     };
-                    ledger.put_disk(copy.digest.clone(), record.clone()).await?;
+                    lags(ledger.put_disk(copy.digest.clone(), record.clone()).await)?;
                     record
                 }
             };
@@ -93,7 +96,7 @@ impl DiskTier {
             records.insert(copy.digest, record);
         }
         for (gone, _) in known {
-            ledger.remove_disk(gone).await?;
+            lags(ledger.remove_disk(gone).await)?;
         }
         let state = Mutex::new(State { policy, records });
         let tier = DiskTier { folder, ledger, clock, board, state };
@@ -164,7 +167,7 @@ impl DiskTier {
             debug_assert!(leased, "just inserted");
             DiskLease { tier: self.clone(), digest: digest.clone() }
         };
-        self.ledger.put_disk(digest.clone(), record).await?;
+        lags(self.ledger.put_disk(digest.clone(), record).await)?;
         self.board.changed();
         Ok(lease)
     }
@@ -239,6 +242,18 @@ impl DiskTier {
     }
 }
 
+/// The folders are the truth: a ledger that cannot be written now has it later, or finds it by scanning.
+fn lags(written: Result<(), LedgerError>) -> Result<(), LedgerError> {
+    match written {
+        Err(LedgerError::Closed) => Err(LedgerError::Closed),
+        Err(error) => {
+            tracing::warn!(error = crate::failure::chain(&error), "the ledger lags behind the disk tier");
+            Ok(())
+        }
+        Ok(()) => Ok(()),
+    }
+}
+
 /// Why the disk tier cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum DiskOpenError {
@@ -303,6 +318,10 @@ fn scan(folder: &Path) -> Result<Vec<Found>, StoreFolderError> {
                 let bytes = folder_bytes(&path).map_err(refuse)?;
                 found.push(Found { digest, bytes, source_uri: source.unwrap_or_default() });
             }
+            (Some(_), Some(Err(error))) if !error.is_damage() => {
+                tracing::warn!(?path, why = crate::failure::chain(&error), "left as it is, and not used");
+            }
+            (None, _) if !is_ours(&name) => tracing::warn!(?path, "not of this store: left as it is"),
             (_, opened) => {
                 let why = match opened {
                     Some(Err(error)) => crate::failure::chain(&error),
@@ -316,6 +335,11 @@ fn scan(folder: &Path) -> Result<Vec<Found>, StoreFolderError> {
         }
     }
     Ok(found)
+}
+
+/// The names of what is being made, or being removed.
+fn is_ours(name: &str) -> bool {
+    name.starts_with(".staging.") || name.starts_with("evicted-")
 }
 
 /// All files of a flat folder.

@@ -77,6 +77,12 @@ pub enum OpenError {
         /// Its format.
         found: u64,
     },
+    /// No room.
+    #[error("the disk of the store in {} is full: free some space; nothing was lost", .dir.display())]
+    Full {
+        /// Which.
+        dir: PathBuf,
+    },
     /// The file system refused.
     #[error("open the store in {}: check that it is a directory that this user may write to", .dir.display())]
     Io {
@@ -87,13 +93,27 @@ pub enum OpenError {
     },
 }
 
+impl OpenError {
+    fn io(dir: &Path, source: io::Error) -> OpenError {
+        if is_full(&source) {
+            OpenError::Full { dir: dir.into() }
+        } else {
+            OpenError::Io { dir: dir.into(), source }
+        }
+    }
+}
+
+/// Of the disk, or of what this user may have of it.
+pub(super) fn is_full(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
+}
+
 /// An open store.
 #[derive(Debug)]
 pub(super) struct Disk {
     db: sled::Db,
     /// sled's only file, to be brought to disk.
     log: File,
-    dir: PathBuf,
     ceiling: u64,
     count: u64,
     /// Something was written since the last flush.
@@ -114,14 +134,18 @@ pub(super) struct Loaded {
 impl Disk {
     /// Opens `dir`, making it if need be. `seed` is the first version of a new store.
     pub(super) fn open(dir: &Path, seed: u64) -> Result<(Disk, Loaded), OpenError> {
-        let io = |source| OpenError::Io { dir: dir.into(), source };
+        let io = |source| OpenError::io(dir, source);
         std::fs::create_dir_all(dir).map_err(io)?;
         let lock = lock(dir)?;
         let part = |name: &str| dir.join(name);
         let (objects, old) = (part("objects"), part("objects.old"));
         restore(&objects, &old).map_err(io)?;
         if objects.exists() {
-            copy(&objects, &part("objects.new")).map_err(io)?;
+            if let Err(error) = copy(&objects, &part("objects.new")) {
+                // What there is of the copy takes room that others may need.
+                let _still_full = remove(&part("objects.new"));
+                return Err(io(error));
+            }
             std::fs::rename(part("objects.new"), &old).map_err(io)?;
         }
         // The lock is held by both until one of them is done.
@@ -141,34 +165,24 @@ impl Disk {
     }
 
     fn open_objects(dir: &Path, objects: &Path, seed: u64, lock: File) -> Result<(Disk, Loaded), OpenError> {
-        let io = |source| OpenError::Io { dir: dir.into(), source };
+        let io = |source| OpenError::io(dir, source);
         let damaged = |message: String| OpenError::Damaged { dir: dir.into(), message };
+        let refused = |error: sled::Error| match error {
+            sled::Error::Io(source) if source.kind() != io::ErrorKind::Other => io(source),
+            other => damaged(other.to_string()),
+        };
         let path = dir.join("flushed");
         let mut flushed =
             OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path).map_err(io)?;
         let least = read_flushed(&mut flushed).map_err(io)?;
-        let db = config(objects).open().map_err(|error| match error {
-            sled::Error::Io(source) if source.kind() != io::ErrorKind::Other => io(source),
-            other => damaged(other.to_string()),
-        })?;
+        let db = config(objects).open().map_err(refused)?;
         let log = File::open(objects.join("db")).map_err(io)?;
-        let dir_path = dir.to_path_buf();
-        let mut disk = Disk {
-            db,
-            log,
-            dir: dir_path,
-            ceiling: 0,
-            count: 0,
-            dirty: false,
-            version: 0,
-            flushed,
-            _lock: lock,
-        };
+        let mut disk = Disk { db, log, ceiling: 0, count: 0, dirty: false, version: 0, flushed, _lock: lock };
         let loaded = disk.load(seed, least).map_err(|problem| match problem {
             Problem::TooNew(found) => OpenError::TooNew { dir: dir.into(), found },
             Problem::Damaged(message) => damaged(message),
         })?;
-        disk.raise_ceiling(loaded.version).map_err(|error| damaged(error.to_string()))?;
+        disk.raise_ceiling(loaded.version).map_err(refused)?;
         Ok((disk, loaded))
     }
 
@@ -236,6 +250,37 @@ impl Disk {
         if mutations.iter().any(|mutation| mutation.durable) { self.flush() } else { Ok(()) }
     }
 
+    /// Makes the disk, on which `found` lies, hold `objects` instead, of which `version` is the last. All of it is on
+    /// disk when it returns.
+    pub(super) fn become_like(
+        &mut self,
+        objects: &BTreeMap<ObjectRef, Arc<Value>>,
+        found: &BTreeMap<ObjectRef, Arc<Value>>,
+        version: u64,
+    ) -> sled::Result<()> {
+        let gone = found.keys().filter(|key| !objects.contains_key(*key)).map(|key| (key, None));
+        let differs = objects.iter().filter(|(key, object)| found.get(*key) != Some(object));
+        let changes: Vec<_> = gone.chain(differs.map(|(key, object)| (key, Some(object)))).collect();
+        // As many as a group of writes has, so that no batch is larger than those.
+        for group in changes.chunks(super::GROUP_MAX) {
+            let mut batch = sled::Batch::default();
+            for (key, object) in group {
+                match object {
+                    Some(object) => batch.insert(key_to(key), object.to_string().into_bytes()),
+                    None => batch.remove(key_to(key)),
+                }
+                self.count += u64::from(object.is_some() && !found.contains_key(*key));
+                self.count -= u64::from(object.is_none());
+            }
+            batch.insert(b"!count", &self.count.to_be_bytes());
+            batch.insert(b"!version", &version.to_be_bytes());
+            self.db.apply_batch(batch)?;
+            self.version = version;
+            self.dirty = true;
+        }
+        self.flush()
+    }
+
     fn raise_ceiling(&mut self, version: u64) -> sled::Result<()> {
         let ceiling = version + CEILING_STEP;
         let mut batch = sled::Batch::default();
@@ -264,10 +309,6 @@ impl Disk {
 
     pub(super) fn is_dirty(&self) -> bool {
         self.dirty
-    }
-
-    pub(super) fn dir(&self) -> &Path {
-        &self.dir
     }
 }
 
@@ -328,7 +369,7 @@ enum Problem {
 
 /// Takes the directory for this process, and says so in the lock file.
 fn lock(dir: &Path) -> Result<File, OpenError> {
-    let io = |source| OpenError::Io { dir: dir.into(), source };
+    let io = |source| OpenError::io(dir, source);
     let path = dir.join("lock");
     let mut file =
         OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path).map_err(io)?;

@@ -9,7 +9,8 @@
 //!   finalizers and deletions of our kinds are on disk before their answer; writes of status, leases and events within
 //!   [`FLUSH_DELAY`], since their writers write them again after a crash.
 //! - Reads never wait for the disk.
-//! - A write that fails on disk leaves no trace, and says so; reads go on.
+//! - A write that fails on disk leaves no trace, and says so; reads go on. What readers see is the truth then: the disk
+//!   is opened again, once a second while somebody writes, and made to hold it; then writes go on.
 //!
 //! It deliberately does **not** share its directory: a second process is refused, and uses the HTTP face.
 
@@ -51,6 +52,8 @@ const QUEUE_MAX: usize = 1024;
 const GROUP_MAX: usize = 64;
 /// Status, leases and events reach the disk within so long.
 pub const FLUSH_DELAY: Duration = Duration::from_millis(100);
+/// A disk that refused a write is tried again after so long: a copy of some MiB, and soon after room was made.
+const REOPEN_DELAY: Duration = Duration::from_secs(1);
 /// Filtering and copying more objects than this takes longer than a task may block.
 const INLINE_MAX: usize = 64;
 /// Who writes where nobody said.
@@ -100,7 +103,8 @@ impl EmbeddedStore {
                     let hub = Arc::new(Hub::new(objects.clone(), version));
                     let state = State::new(objects, version);
                     if opened.send(Ok(hub.clone())).is_ok() {
-                        Writer { disk, state, hub, inbox, flush_due: None, broken: None }.run();
+                        let (disk, dir) = (Some(disk), target);
+                        Writer { disk, dir, state, hub, inbox, flush_due: None, broken: None }.run();
                     }
                 }
                 Err(error) => drop(opened.send(Err(error))),
@@ -288,14 +292,25 @@ fn unwritable(message: &str) -> StoreError {
 
 /// The thread `store`. It ends when it is told to, or when the last handle is gone.
 struct Writer {
-    disk: Disk,
+    /// None while it is broken.
+    disk: Option<Disk>,
+    dir: PathBuf,
     state: State,
     hub: Arc<Hub>,
     inbox: Receiver<Command>,
     /// When what was written without a flush must be flushed.
     flush_due: Option<Instant>,
-    /// The disk refused a write: what it has now is known only after it was opened again, so nothing more is written.
-    broken: Option<String>,
+    /// The disk refused a write: what it has now is known only after it was opened again.
+    broken: Option<Broken>,
+}
+
+struct Broken {
+    /// What writers are told.
+    message: String,
+    /// What the last opening came to.
+    tried: String,
+    /// When it is opened again.
+    again: Instant,
 }
 
 /// The writes of a group, with their answers; sent when the disk has them.
@@ -313,6 +328,7 @@ impl Writer {
                 }
                 Err(RecvTimeoutError::Disconnected) => break,
             };
+            self.mend();
             let mut log = Vec::new();
             let mut answers: Answers = Vec::new();
             let mut next = Some(first);
@@ -321,7 +337,7 @@ impl Writer {
                     Command::Write { op, context, reply } => {
                         let answer = match &self.broken {
                             None => self.state.execute(op, &context, &mut log),
-                            Some(message) => Err(unwritable(message)),
+                            Some(broken) => Err(unwritable(&broken.message)),
                         };
                         answers.push((reply, answer));
                     }
@@ -334,6 +350,7 @@ impl Writer {
             }
             self.commit(log, answers);
         }
+        self.mend();
         self.flush();
         self.hub.close();
         // The lock goes with the disk, before who waits for it hears of it.
@@ -351,17 +368,17 @@ impl Writer {
     }
 
     fn commit(&mut self, mut log: Vec<Mutation>, mut answers: Answers) {
-        if let Err(error) = self.disk.write(&log) {
-            let dir = self.disk.dir().display();
-            tracing::error!(%dir, %error, "write the store; it takes no more writes");
-            let message =
-                format!("write the store in {dir}: {error}: free space or repair the disk, then restart");
+        let written = match &mut self.disk {
+            Some(disk) => disk.write(&log),
+            None => Ok(()),
+        };
+        if let Err(error) = written {
             self.state.roll_back(&mut log, 0);
+            let message = self.broke(&error);
             answers.iter_mut().for_each(|(_, answer)| *answer = Err(unwritable(&message)));
-            self.broken = Some(message);
         }
         self.hub.publish(log);
-        self.flush_due = match (self.disk.is_dirty(), self.flush_due) {
+        self.flush_due = match (self.disk.as_ref().is_some_and(Disk::is_dirty), self.flush_due) {
             (false, _) => None,
             (true, Some(due)) => Some(due),
             (true, None) => Some(Instant::now() + FLUSH_DELAY),
@@ -374,8 +391,50 @@ impl Writer {
 
     fn flush(&mut self) {
         self.flush_due = None;
-        if let Err(error) = self.disk.flush() {
-            tracing::error!(dir = %self.disk.dir().display(), %error, "flush the store");
+        if let Some(Err(error)) = self.disk.as_mut().map(Disk::flush) {
+            self.broke(&error);
+        }
+    }
+
+    /// Lets go of the disk; what readers see stays. Returns what writers are told.
+    fn broke(&mut self, error: &sled::Error) -> String {
+        let dir = self.dir.display();
+        let why = match error {
+            sled::Error::Io(error) if disk::is_full(error) => "its disk is full".into(),
+            other => other.to_string(),
+        };
+        tracing::error!(%dir, error = why, "the store takes no writes until its disk does");
+        let message = format!(
+            "the store in {dir} cannot be written ({why}): free space or repair the disk; then it goes on"
+        );
+        self.disk = None;
+        let again = Instant::now() + REOPEN_DELAY;
+        self.broken = Some(Broken { message: message.clone(), tried: String::new(), again });
+        message
+    }
+
+    /// Opens a broken disk again, if it is time, and brings to it what readers see.
+    fn mend(&mut self) {
+        let Some(broken) = self.broken.as_mut().filter(|broken| broken.again <= Instant::now()) else {
+            return;
+        };
+        let opened = Disk::open(&self.dir, self.state.version).map_err(|error| error.to_string());
+        let mended = opened.and_then(|(mut disk, found)| {
+            let brought = disk.become_like(&self.state.objects, &found.objects, self.state.version);
+            brought.map(|()| disk).map_err(|error| error.to_string())
+        });
+        match mended {
+            Ok(disk) => {
+                (self.disk, self.broken) = (Some(disk), None);
+                tracing::info!(dir = %self.dir.display(), "the store takes writes again");
+            }
+            Err(error) => {
+                if error != broken.tried {
+                    tracing::warn!(error, "the store cannot be opened again yet");
+                }
+                broken.tried = error;
+                broken.again = Instant::now() + REOPEN_DELAY;
+            }
         }
     }
 }

@@ -372,6 +372,28 @@ async fn damage_is_named_and_nothing_is_changed() {
     assert!(noticed > 0);
 }
 
+#[test]
+fn a_disk_opened_again_is_made_to_hold_what_readers_see() {
+    let dir = TempDir::new().unwrap();
+    let objects = |numbers: std::ops::Range<u64>, priority: u64| -> BTreeMap<ObjectRef, Arc<Value>> {
+        let object = |n| json!({ "metadata": { "name": format!("m{n}") }, "spec": { "priority": priority } });
+        numbers
+            .map(|n| (ObjectRef::new(Kind::Model, "default", &format!("m{n}")), Arc::new(object(n))))
+            .collect()
+    };
+    // More than a batch of new ones, of changed ones, and of ones that are gone.
+    let seen =
+        [objects(0..200, 0), objects(0..200, 1), objects(150..300, 1), BTreeMap::new(), objects(0..3, 0)];
+    for (version, seen) in (10..).zip(seen) {
+        let (mut disk, found) = super::disk::Disk::open(dir.path(), 1).unwrap();
+        disk.become_like(&seen, &found.objects, version).unwrap();
+        drop(disk);
+        let (_disk, found) = super::disk::Disk::open(dir.path(), 1).unwrap();
+        assert_eq!(found.objects, seen);
+        assert!(found.version > version);
+    }
+}
+
 #[tokio::test]
 async fn a_directory_that_cannot_be_used_says_so() {
     let dir = TempDir::new().unwrap();
