@@ -28,6 +28,7 @@ const ARROWS: &[(&str, &[&str])] = &[
         "cli",
         &["domain", "api", "kit", "store", "sources", "loader", "engine", "router", "operator", "node-agent"],
     ),
+    ("e2e", &[]),
     ("xtask", &["api"]),
 ];
 
