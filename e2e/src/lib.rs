@@ -1,31 +1,38 @@
-//! A real Kubernetes control plane for tests: etcd, the API server, and where a test wants them the controllers and the
-//! scheduler, as separate processes on loopback. The programs are built by `e2e/cluster/setup`.
+//! A real Kubernetes control plane for tests: etcd and the API server, and where a test wants them the controllers and
+//! the scheduler, each a process of its own on free loopback ports, with certificates made for the run.
 //!
 //! ```no_run
-//! # use pilotlight_e2e::{Cluster, Level};
-//! let Some(cluster) = Cluster::shared(Level::Api) else { return };
-//! let namespace = cluster.namespace();
-//! cluster.kubectl(&["get", "pods", "-n", &namespace]);
+//! use pilotlight_e2e::{Level, TestEnv};
+//! // Once per test binary; nothing, and one line that says so, where the programs are not built.
+//! let Some(env) = TestEnv::shared(Level::A) else { return };
+//! let namespace = env.namespace();
+//! let admin = env.admin();
+//! admin.apply("apiVersion: v1\nkind: ConfigMap\nmetadata: { name: a, namespace: default }");
+//! // What the programs under test are given: a kubeconfig that speaks as their account.
+//! let operator = env.account(&namespace, "pilotlight-operator");
+//! println!("--kubeconfig {}", operator.kubeconfig().display());
 //! ```
 //!
-//! Invariants: nothing listens beyond loopback; a cluster is gone when its value is dropped, and also when the test's
-//! process ends in any other way, killed or not; each test works in a namespace of its own. Where the programs are
-//! missing a test says so in one line and skips; with `REQUIRE_K8S=1` it fails.
+//! - The programs lie in `$KUBEBUILDER_ASSETS`, else in `e2e/bin`, where `cargo xtask k8s build` puts them. Without them
+//!   tests skip; with `REQUIRE_K8S=1`, as in `.ci/run`, they fail.
+//! - [`TestEnv::shared`] is one cluster for all tests of a binary: each takes a [`TestEnv::namespace`] of its own and
+//!   leaves alone what others share. [`TestEnv::start`] is one that a test may break.
+//! - Everything ends with the test binary, however that one ends: see [`guard`].
+//! - Clients speak as somebody: [`TestEnv::admin`], [`TestEnv::user`] (a certificate), [`TestEnv::account`] (a real token
+//!   of a ServiceAccount), [`TestEnv::agent`] (one that is bound to a pod on a node, as a DaemonSet's pods have them).
+//! - On level A nothing acts: namespaces never finish terminating, owners' objects are not collected, no pod is bound.
 //!
-//! It deliberately knows nothing of Pilotlight: crates use it in their own tests, also those that Pilotlight is made of.
+//! It knows none of Pilotlight's crates, so that all of them may use it in their tests.
 #![forbid(unsafe_code)]
-#![allow(
-    clippy::disallowed_methods,
-    clippy::print_stderr,
-    clippy::missing_panics_doc,
-    reason = "for tests: what fails panics with its cause, what is skipped is said, and the environment says where the programs are"
-)]
 
-mod cluster;
-mod credentials;
-mod process;
-mod programs;
+mod binaries;
+mod certificates;
+mod client;
+mod env;
+pub mod guard;
+mod wait;
 
-pub use cluster::{Cluster, Level, Said};
-pub use process::Process;
-pub use programs::Programs;
+pub use binaries::{Level, find};
+pub use client::{Client, Refused};
+pub use env::TestEnv;
+pub use wait::wait;

@@ -5,6 +5,7 @@
 mod check;
 mod crds;
 mod dashboards;
+mod k8s;
 mod links;
 mod metrics;
 mod random_model;
@@ -33,6 +34,9 @@ enum Chore {
     Dashboards(rendered::Args),
     /// Makes the custom resource definitions of the chart from the Rust types.
     Crds(rendered::Args),
+    /// Kubernetes' own programs, for the tests that want a control plane.
+    #[command(subcommand)]
+    K8s(k8s::Chore),
     /// Writes a checkpoint of random weights in the shape of a real model.
     RandomModel(random_model::Args),
 }
@@ -44,6 +48,7 @@ fn main() -> anyhow::Result<()> {
         Chore::Metrics(args) => metrics::run(&args),
         Chore::Dashboards(args) => dashboards::run(&args),
         Chore::Crds(args) => crds::run(&args),
+        Chore::K8s(chore) => k8s::run(&chore),
         Chore::RandomModel(args) => random_model::run(&args),
     }
 }
