@@ -86,6 +86,19 @@ pub(crate) fn model_facts(model: &Model, resolved: Option<&Resolved>) -> ModelFa
     }
 }
 
+/// What a Model wants to be called.
+pub(crate) fn wants<'a>(name: &'a ModelName, model: &'a Model) -> impl Iterator<Item = String> + use<'a> {
+    let served = &model.spec.served_name;
+    let served = if served.is_empty() { &name.name } else { served };
+    std::iter::once(served).chain(&model.spec.aliases).cloned()
+}
+
+/// When it was made, in seconds: names go to the oldest.
+pub(crate) fn created_seconds(model: &Model) -> u64 {
+    let created = model.metadata.creation_timestamp.as_ref().map_or(0, |time| time.0.as_second());
+    u64::try_from(created).unwrap_or(0)
+}
+
 /// A node's inventory. `alive`: its agent was heard of lately.
 pub(crate) fn node_facts(node: &ModelNode, alive: bool) -> NodeFacts {
     let status = node.status.as_ref();

@@ -13,6 +13,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use k8s_openapi::api::coordination::v1::Lease;
 use pilotlight_api::model::Resolved;
 use pilotlight_api::{Model, ModelNode, ModelReplica};
+use pilotlight_domain::names::Names;
 use pilotlight_domain::view::{ModelEntry, NodeEntry, View};
 use pilotlight_domain::{ModelName, NodeName, Timestamp};
 use pilotlight_store::Reflected;
@@ -26,6 +27,8 @@ pub(crate) struct Index {
     /// For the plan.
     pub(crate) view: View,
     models: BTreeMap<ModelName, Model>,
+    /// Served names and aliases, as the routers resolve them.
+    names: Names,
     replicas: HashMap<(ModelName, NodeName), ModelReplica>,
     nodes: HashMap<NodeName, ModelNode>,
     life: Life,
@@ -86,55 +89,65 @@ impl Index {
                 let gone: Vec<ModelName> =
                     self.models.keys().filter(|name| !now.contains(*name)).cloned().collect();
                 for name in gone {
-                    self.forget_model(&name);
-                    touched.insert(name);
+                    touched.append(&mut self.forget_model(&name));
                 }
-                touched.extend(models.into_iter().filter_map(|model| self.put_model(model)));
+                for model in models {
+                    touched.append(&mut self.put_model(model));
+                }
             }
-            Reflected::Applied(model) => touched.extend(self.put_model(model)),
+            Reflected::Applied(model) => touched.append(&mut self.put_model(model)),
             Reflected::Deleted(model) => {
                 if let Some(name) = convert::model_name(&model) {
-                    self.forget_model(&name);
-                    touched.insert(name);
+                    touched.append(&mut self.forget_model(&name));
                 }
             }
         }
         touched
     }
 
-    /// Gives the name if a plan or a status may come out differently. Our own status writes come back here too.
-    fn put_model(&mut self, mut model: Model) -> Option<ModelName> {
+    /// Gives those whose plan or status may come out differently: itself, and those who share a name with it. Our own
+    /// status writes come back here too.
+    fn put_model(&mut self, mut model: Model) -> Touched {
         let Some(name) = convert::model_name(&model) else {
             tracing::warn!(name = ?model.metadata.name, "a Model's name is not one that can be served");
-            return None;
+            return Touched::new();
         };
-        if model.metadata.deletion_timestamp.is_some() {
-            self.view.remove_model(&name);
-            self.models.insert(name.clone(), model);
-            return Some(name);
-        }
+        let mut touched =
+            self.names.put(&name, convert::created_seconds(&model), convert::wants(&name, &model));
         let before = self.models.get(&name);
         let known = before.is_some_and(|before| {
             before.metadata.generation == model.metadata.generation
                 && before.metadata.uid == model.metadata.uid
         });
-        if known {
+        if model.metadata.deletion_timestamp.is_some() {
+            self.view.remove_model(&name);
+        } else if known {
             // Only its status changed, and that is ours: we know it already, and may know a newer one.
             if let Some(before) = before {
                 model.status.clone_from(&before.status);
             }
             self.models.insert(name, model);
-            return None;
+            return touched;
+        } else {
+            let resolved = self.resolved(&name, &model);
+            self.view.put_model(&name, convert::model_facts(&model, resolved.as_ref()));
         }
-        let resolved = self.resolved(&name, &model);
-        self.view.put_model(&name, convert::model_facts(&model, resolved.as_ref()));
         self.models.insert(name.clone(), model);
-        Some(name)
+        touched.insert(name);
+        touched
     }
 
-    fn forget_model(&mut self, name: &ModelName) {
+    fn forget_model(&mut self, name: &ModelName) -> Touched {
         self.models.remove(name);
         self.view.remove_model(name);
+        let mut touched = self.names.remove(name);
+        touched.insert(name.clone());
+        touched
+    }
+
+    /// Who is called so.
+    pub(crate) fn called(&self, name: &str) -> Option<&ModelName> {
+        self.names.owner(name)
     }
 
     /// What is known of a model's checkpoint: from an agent that read its headers, else from the Model's own status.

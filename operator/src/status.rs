@@ -16,6 +16,7 @@ use pilotlight_kit::clock::{parse_rfc3339, rfc3339};
 
 pub(crate) use costs::Costs;
 
+use crate::convert;
 use crate::index::Index;
 
 /// Everything that a status is made of.
@@ -122,6 +123,15 @@ impl<'a> Facts<'a> {
         self.holders().iter().any(|(at, _)| *at == node)
     }
 
+    /// What it wants to be called, and who is.
+    fn names(&self) -> impl Iterator<Item = (String, &'a ModelName)> + use<'a> {
+        let (index, own) = (self.index, self.name);
+        convert::wants(own, self.model).map(move |name| {
+            let owner = index.called(&name).unwrap_or(own);
+            (name, owner)
+        })
+    }
+
     fn failure(&self) -> Option<Failure<'a>> {
         self.replicas()
             .filter_map(|(node, placed)| match &placed.state {
@@ -142,8 +152,6 @@ pub(crate) fn status(facts: &Facts<'_>) -> ModelStatus {
     let resolved = facts.index.resolved(facts.name, facts.model);
     let phase = phase(facts, &counts, failure.as_ref(), resolved.as_ref());
     let desired = i32::try_from(facts.wanted()).unwrap_or(i32::MAX);
-    let spec = &facts.model.spec;
-    let served = if spec.served_name.is_empty() { &facts.name.name } else { &spec.served_name };
     let mut scaling_history = before.scaling_history.clone();
     if let Some(outlook) = facts.outlook.filter(|_| desired != before.desired_replicas) {
         scaling_history.push(scaled(&before, desired, outlook.why.to_string(), facts.now));
@@ -161,7 +169,7 @@ pub(crate) fn status(facts: &Facts<'_>) -> ModelStatus {
         selector: format!("{}={}", crate::apply::MODEL_LABEL, facts.name.name),
         ready: format!("{}/{desired}", counts.ready),
         url: before.url.clone(),
-        served_names: std::iter::once(served).chain(&spec.aliases).cloned().collect(),
+        served_names: facts.names().filter(|(_, owner)| *owner == facts.name).map(|(name, _)| name).collect(),
         last_request_time: last_request(facts, &before),
         residency: residency(facts),
         download: download(facts),

@@ -8,7 +8,7 @@
 //!
 //! It deliberately does **not** wait, count sessions, or speak to anybody.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -18,6 +18,7 @@ use pilotlight_api::model::{ColdStartPolicy, Strategy, Task as ApiTask, Visibili
 use pilotlight_api::replica::Device;
 use pilotlight_api::{ConditionKind, Hold, Model, ModelNode, ModelPhase, ModelReplica, Reason, ReplicaPhase};
 use pilotlight_domain::ModelName;
+use pilotlight_domain::names::Names;
 use pilotlight_store::{Reflected, Stored};
 
 use crate::openai::Task;
@@ -137,7 +138,10 @@ pub(crate) struct Changes {
 #[derive(Debug, Default)]
 pub(crate) struct Registry {
     models: HashMap<ModelName, Arc<ModelView>>,
-    names: HashMap<String, ModelName>,
+    /// Served names and aliases.
+    names: Names,
+    /// The objects' own names, for which nobody is served.
+    plain: Names,
     replicas: HashMap<ReplicaKey, Arc<ReplicaView>>,
     by_model: HashMap<ModelName, BTreeSet<ReplicaKey>>,
     nodes: BTreeSet<String>,
@@ -161,7 +165,7 @@ impl Registry {
         if let Some(model) = whole.and_then(|name| self.models.get(&name)) {
             return Some(model.clone());
         }
-        self.models.get(self.names.get(name)?).cloned()
+        self.models.get(self.names.owner(name).or_else(|| self.plain.owner(name))?).cloned()
     }
 
     /// Seconds that a request would wait for the model's load: 0 where a replica is ready, none where nobody knows.
@@ -229,7 +233,7 @@ impl Registry {
             aliases: view
                 .aliases
                 .iter()
-                .filter(|a| self.names.get(*a) == Some(&view.name))
+                .filter(|a| self.names.owner(a) == Some(&view.name))
                 .cloned()
                 .collect(),
         }
@@ -247,30 +251,25 @@ impl Registry {
             Reflected::Restarted(all) => {
                 self.models_listed = true;
                 changes.models = self.models.keys().cloned().collect();
-                let views = all.iter().filter_map(model_view).map(|v| (v.name.clone(), Arc::new(v)));
-                self.models = views.collect();
+                (self.models, self.names, self.plain) = Default::default();
+                all.iter().filter_map(model_view).for_each(|view| self.put_model(view));
                 changes.models.extend(self.models.keys().cloned());
-                self.index_names();
             }
             Reflected::Applied(model) => {
                 let Some(view) = model_view(&model) else { return changes };
-                let before = self.models.get(&view.name);
-                if before.is_some_and(|b| **b == view) {
+                if self.models.get(&view.name).is_some_and(|before| **before == view) {
                     return changes;
                 }
-                let renamed = before.is_none_or(|b| b.names() != view.names());
                 changes.models.insert(view.name.clone());
-                self.models.insert(view.name.clone(), Arc::new(view));
-                if renamed {
-                    self.index_names();
-                }
+                self.put_model(view);
             }
             Reflected::Deleted(model) => {
                 if let Some(name) = name_of(&model)
                     && self.models.remove(&name).is_some()
                 {
+                    self.names.remove(&name);
+                    self.plain.remove(&name);
                     changes.models.insert(name);
-                    self.index_names();
                 }
             }
         }
@@ -356,30 +355,15 @@ impl Registry {
         self.replicas.insert(view.key.clone(), Arc::new(view));
     }
 
-    fn index_names(&mut self) {
-        let mut by_age: Vec<&Arc<ModelView>> = self.models.values().collect();
-        by_age.sort_by(|a, b| (a.created_seconds, &a.name).cmp(&(b.created_seconds, &b.name)));
-        let mut names: BTreeMap<String, &ModelName> = BTreeMap::new();
-        for view in &by_age {
-            names.entry(view.served_name.clone()).or_insert(&view.name);
-        }
-        for view in &by_age {
-            for alias in &view.aliases {
-                names.entry(alias.clone()).or_insert(&view.name);
-            }
-        }
-        for view in &by_age {
-            names.entry(view.name.name.clone()).or_insert(&view.name);
-        }
-        self.names = names.into_iter().map(|(name, model)| (name, model.clone())).collect();
+    fn put_model(&mut self, view: ModelView) {
+        let wants = std::iter::once(&view.served_name).chain(&view.aliases).cloned();
+        self.names.put(&view.name, view.created_seconds, wants);
+        self.plain.put(&view.name, view.created_seconds, [view.name.name.clone()]);
+        self.models.insert(view.name.clone(), Arc::new(view));
     }
 }
 
 impl ModelView {
-    fn names(&self) -> (u64, &str, &[String]) {
-        (self.created_seconds, &self.served_name, &self.aliases)
-    }
-
     /// Whether equal beginnings of prompts go to the same replica.
     pub(crate) fn keeps_prefixes(&self, task: Task) -> bool {
         match self.strategy {

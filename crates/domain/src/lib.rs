@@ -10,6 +10,7 @@
 pub mod audit;
 pub mod estimate;
 pub mod ids;
+pub mod names;
 pub mod phases;
 pub mod plan;
 pub mod replay;

@@ -66,6 +66,9 @@ fn ready(
     facts: &Facts<'_>,
     placed: &Said,
 ) -> Said {
+    if let Some(message) = name_conflict(facts).filter(|_| phase != ModelPhase::Terminating) {
+        return no(Reason::NameConflict, message);
+    }
     match phase {
         ModelPhase::Ready | ModelPhase::Degraded => {
             yes(Reason::Serving, format!("{} of {} replicas serve", counts.ready, facts.wanted()))
@@ -87,6 +90,17 @@ fn ready(
         ModelPhase::Terminating => no(Reason::Pending, "it is being deleted"),
         ModelPhase::Pending => unknown(Reason::Pending, "nothing is known yet"),
     }
+}
+
+/// Older Models have names that it wants.
+fn name_conflict(facts: &Facts<'_>) -> Option<String> {
+    let lost = facts.names().filter(|(_, owner)| *owner != facts.name);
+    let lost: Vec<String> =
+        lost.map(|(name, owner)| format!("`{name}` means the older Model {owner}")).collect();
+    (!lost.is_empty()).then(|| {
+        let own = facts.name;
+        format!("{}; `{own}` always means this one: choose another spec.servedName or alias", lost.join(", "))
+    })
 }
 
 fn source_resolved(failure: Option<&Failure<'_>>, resolved: Option<&Resolved>) -> Said {

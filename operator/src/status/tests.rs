@@ -206,3 +206,28 @@ fn times_move_only_with_the_status() {
     assert_eq!((time(&after, Ready), time(&after, Placed)), (time(&before, Ready), time(&before, Placed)));
     assert!(is_urgent(Some(&before), &after) && !is_urgent(Some(&after), &after));
 }
+
+#[test]
+fn a_name_that_an_older_model_has_is_told_and_won_when_that_one_goes() {
+    let mut life = Life::new(|spec| spec.aliases = vec!["fast".into()]).node();
+    life = life.agent(ReplicaPhase::Ready, resolved(1 << 20)).check(IDLE);
+    // Of the same second, and first by name.
+    let mut older = life.index.model(&life.name).unwrap().clone();
+    older.metadata.name = Some("a".into());
+    older.metadata.uid = Some("other".into());
+    older.spec.served_name = "m".into();
+    older.spec.aliases.clear();
+    let touched = life.index.on_models(Reflected::Applied(older.clone()));
+    assert!(touched.contains(&life.name), "its status must be looked at again");
+    let status = life.status();
+    assert_eq!((status.phase, status.served_names), (ModelPhase::Idle, vec!["fast".to_owned()]));
+    let ready = &status.conditions[0];
+    assert_eq!((ready.status, ready.reason), (ConditionStatus::False, Reason::NameConflict));
+    assert_eq!(
+        ready.message,
+        "`m` means the older Model default/a; `default/m` always means this one: choose another \
+         spec.servedName or alias"
+    );
+    assert!(life.index.on_models(Reflected::Deleted(older)).contains(&life.name));
+    let _as_before = life.check(IDLE);
+}

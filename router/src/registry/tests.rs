@@ -51,6 +51,7 @@ fn the_older_model_keeps_a_name_and_the_full_name_always_works() {
         model("a", OLD, json!({"servedName": "chat"}), json!({})),
         // It may be called like another's full name, but does not take it.
         model("c", OLD, json!({"servedName": "default/a", "aliases": ["org/name"]}), json!({})),
+        model("d", NEW, json!({"servedName": "org/name"}), json!({})),
     ]));
     for (asked, means) in [
         ("chat", Some("a")),
@@ -60,7 +61,9 @@ fn the_older_model_keeps_a_name_and_the_full_name_always_works() {
         ("default/a", Some("a")),
         ("default/b", Some("b")),
         ("other/a", None),
+        // An older alias, though a younger one is served under it.
         ("org/name", Some("c")),
+        ("d", Some("d")),
         ("nothing", None),
         ("", None),
         ("../x", None),
