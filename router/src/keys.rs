@@ -5,13 +5,17 @@
 //!   hash: sha256:9f86d081884c7d65…   # of the key; the key itself is nowhere
 //!   models: [chat, default/coder]    # names, or namespace/*; absent: every model
 //!   namespace: default               # its caller's, for Models that only their namespace may use
+//!   requestsPerMinute: 600           # limits of this caller, at each router; absent: none
+//!   tokensPerMinute: 100000          # of prompts and answers together
+//!   maxConcurrency: 8                # requests whose answer has not left
 //! ```
 //!
 //! Keys are drawn by us with 256 bits of chance, so a plain hash protects them: nothing can be guessed. The file is
 //! read again when it changes; one that cannot be read changes nothing, and says so once.
 //!
-//! It deliberately does **not** log or keep a key, and knows no limits of rate.
+//! What a caller has used of its limits survives that. It deliberately does **not** log or keep a key.
 
+use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, SystemTime};
@@ -20,8 +24,10 @@ use axum::http::{HeaderMap, header};
 use pilotlight_api::model::Visibility;
 use serde::Deserialize;
 use sha2::{Digest as _, Sha256};
+use tokio::time::Instant;
 
 use crate::hold::hash;
+use crate::limits::{Account, Limits, Permit};
 use crate::openai::{ApiError, Code};
 use crate::registry::{ModelView, Registry};
 
@@ -44,7 +50,9 @@ pub enum KeysError {
         source: std::io::Error,
     },
     /// It is not a list of keys.
-    #[error("the API keys in {path:?} are no list of `name`, `hash`, and perhaps `models` and `namespace`")]
+    #[error(
+        "the API keys in {path:?} are no list of `name`, `hash`, and perhaps `models`, `namespace` and limits"
+    )]
     Parse {
         /// Which file.
         path: PathBuf,
@@ -77,7 +85,7 @@ pub fn key_hash(key: &str) -> String {
 }
 
 #[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
 struct Line {
     name: String,
     hash: String,
@@ -85,14 +93,22 @@ struct Line {
     models: Option<Vec<String>>,
     #[serde(default)]
     namespace: Option<String>,
+    #[serde(default)]
+    requests_per_minute: Option<NonZeroU32>,
+    #[serde(default)]
+    tokens_per_minute: Option<NonZeroU32>,
+    #[serde(default)]
+    max_concurrency: Option<NonZeroU32>,
 }
 
 /// Somebody who has a key.
-#[derive(Debug, PartialEq)]
+#[derive(Debug)]
 pub(crate) struct Caller {
     name: String,
     models: Option<Vec<String>>,
     namespace: Option<String>,
+    /// None: it has no limits.
+    account: Option<Arc<Account>>,
 }
 
 /// Who calls.
@@ -114,7 +130,7 @@ pub(crate) struct Keys {
 
 impl Keys {
     pub(crate) fn load(path: &Path) -> Result<Self, KeysError> {
-        Ok(Keys { path: path.to_owned(), list: RwLock::new(read(path)?) })
+        Ok(Keys { path: path.to_owned(), list: RwLock::new(read(path, &List::new())?) })
     }
 
     /// Who sends these headers, or the 401.
@@ -152,7 +168,8 @@ impl Keys {
             }
             seen = now;
             let path = self.path.clone();
-            match tokio::task::spawn_blocking(move || read(&path)).await {
+            let before = self.list.read().unwrap_or_else(PoisonError::into_inner).clone();
+            match tokio::task::spawn_blocking(move || read(&path, &before)).await {
                 Ok(Ok(list)) => {
                     tracing::info!(path = ?self.path, keys = list.len(), "API keys read again");
                     *self.list.write().unwrap_or_else(PoisonError::into_inner) = list;
@@ -174,6 +191,19 @@ impl Who {
             Who::Anybody => 0,
             Who::Known(caller) => hash(&[caller.name.as_bytes()]),
         }
+    }
+
+    /// Admits a request, or the 429.
+    pub(crate) fn admit(&self) -> Result<Option<Arc<Permit>>, ApiError> {
+        let Who::Known(caller) = self else { return Ok(None) };
+        let Some(account) = &caller.account else { return Ok(None) };
+        let over = match account.admit(Instant::now()) {
+            Ok(permit) => return Ok(Some(Arc::new(permit))),
+            Err(over) => over,
+        };
+        let message = format!("this API key may have {}; send it again after Retry-After", over.what);
+        let until = over.seconds.unwrap_or(1.0).ceil().max(1.0) as u32;
+        Err(ApiError { retry_after: Some(until), ..ApiError::new(Code::RateLimitExceeded, message) })
     }
 
     /// Whether the model may be used.
@@ -212,7 +242,8 @@ async fn state_of(path: &Path) -> Option<(SystemTime, u64)> {
     Some((metadata.modified().ok()?, metadata.len()))
 }
 
-fn read(path: &Path) -> Result<List, KeysError> {
+/// Reads the file. Who was there `before` with the same limits goes on with what is left of them.
+fn read(path: &Path, before: &List) -> Result<List, KeysError> {
     use std::io::Read as _;
     let failed = |source| KeysError::Read { path: path.to_owned(), source };
     let mut text = String::new();
@@ -229,14 +260,22 @@ fn read(path: &Path) -> Result<List, KeysError> {
         return Err(KeysError::TooMany { path: path.to_owned() });
     }
     let mut list: List = Vec::with_capacity(lines.len());
-    for Line { name, hash, models, namespace } in lines {
+    for Line { name, hash, models, namespace, requests_per_minute, tokens_per_minute, max_concurrency } in
+        lines
+    {
         let wrong = |what| KeysError::Key { path: path.to_owned(), name: name.clone(), what };
         let digest =
             digest_of(&hash).ok_or_else(|| wrong("has no `hash` of the form sha256:<64 hex digits>"))?;
         if list.iter().any(|(own, _)| *own == digest) {
             return Err(wrong("has the hash of another"));
         }
-        list.push((digest, Arc::new(Caller { name, models, namespace })));
+        let limits = Limits { requests_per_minute, tokens_per_minute, max_concurrency };
+        let known =
+            before.iter().filter(|(own, _)| *own == digest).find_map(|(_, caller)| caller.account.clone());
+        let account = known
+            .filter(|account| account.limits() == limits)
+            .or_else(|| Account::new(limits, Instant::now()));
+        list.push((digest, Arc::new(Caller { name, models, namespace, account })));
     }
     Ok(list)
 }

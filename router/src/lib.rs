@@ -44,6 +44,7 @@ pub mod fuzzing;
 mod hold;
 mod http;
 mod keys;
+mod limits;
 mod lookup;
 mod metrics;
 mod openai;

@@ -56,6 +56,7 @@ pub(crate) enum Code {
     MethodNotAllowed,
     BodyTimeout,
     BodyTooLarge,
+    RateLimitExceeded,
     QueueFull,
     HoldExpired,
     Draining,
@@ -78,6 +79,7 @@ impl Code {
             Code::MethodNotAllowed => "method_not_allowed",
             Code::BodyTimeout => "body_timeout",
             Code::BodyTooLarge => "body_too_large",
+            Code::RateLimitExceeded => "rate_limit_exceeded",
             Code::QueueFull => "queue_full",
             Code::HoldExpired => "hold_expired",
             Code::Draining => "draining",
@@ -97,6 +99,7 @@ impl Code {
             Code::MethodNotAllowed => StatusCode::METHOD_NOT_ALLOWED,
             Code::BodyTimeout => StatusCode::REQUEST_TIMEOUT,
             Code::BodyTooLarge => StatusCode::PAYLOAD_TOO_LARGE,
+            Code::RateLimitExceeded => StatusCode::TOO_MANY_REQUESTS,
             Code::QueueFull | Code::HoldExpired | Code::Draining | Code::Suspended | Code::NoCapacity => {
                 StatusCode::SERVICE_UNAVAILABLE
             }
@@ -110,6 +113,7 @@ impl Code {
         match self {
             Code::InvalidApiKey => "authentication_error",
             Code::ModelNotAllowed => "permission_error",
+            Code::RateLimitExceeded => "rate_limit_error",
             _ if self.status().as_u16() < 500 => "invalid_request_error",
             _ => "server_error",
         }
@@ -123,7 +127,7 @@ pub(crate) struct ApiError {
     pub(crate) message: String,
     /// The parameter at fault, as a path: `messages[2].content`.
     pub(crate) param: Option<String>,
-    /// Seconds, 1 to 60.
+    /// Seconds: 1 to 60 where we lack capacity, until it frees where the caller is over a limit.
     pub(crate) retry_after: Option<u32>,
     pub(crate) dropped: Option<Dropped>,
     /// The methods that would do, for a 405.

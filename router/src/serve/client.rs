@@ -41,6 +41,8 @@ pub(super) struct Client<'a> {
     usages: HashMap<usize, Usage>,
     served: Option<Box<Served>>,
     first_token: Option<Instant>,
+    /// Tokens that its caller's limits know of.
+    spent: i64,
 }
 
 impl<'a> Client<'a> {
@@ -54,6 +56,7 @@ impl<'a> Client<'a> {
             usages: HashMap::new(),
             served: None,
             first_token: None,
+            spent: 0,
         }
     }
 
@@ -72,6 +75,9 @@ impl<'a> Client<'a> {
             self.begun(served);
         }
         let (index, stream) = (said.choice, self.job.request.stream);
+        if matches!(said.what, What::Token { .. }) {
+            self.spend(1);
+        }
         match said.what {
             What::Failed(error) => {
                 self.fail(error).await;
@@ -97,6 +103,14 @@ impl<'a> Client<'a> {
         }
     }
 
+    /// Tokens count as they come, for a client may leave before the end.
+    fn spend(&mut self, tokens: i64) {
+        self.spent += tokens;
+        if let Some(permit) = &self.job.permit {
+            permit.spend(tokens, Instant::now());
+        }
+    }
+
     /// The first token of the first choice that has one.
     fn begun(&mut self, served: Box<Served>) {
         if self.first_token.is_some() {
@@ -104,6 +118,8 @@ impl<'a> Client<'a> {
         }
         let now = Instant::now();
         self.first_token = Some(now);
+        let prompts = self.job.request.inputs.iter().map(super::tokens_about).sum::<u64>();
+        self.spend(i64::try_from(prompts).unwrap_or(i64::MAX));
         let start = match &served.cold {
             None => Start::Warm,
             Some(_) if served.kind() == "cpu" => Start::Cpu,
@@ -169,6 +185,8 @@ impl<'a> Client<'a> {
     /// Every choice has ended well.
     pub(super) async fn finish(mut self) {
         let usage = self.usage();
+        // What was counted by guess, put right.
+        self.spend(i64::from(usage.prompt_tokens) + i64::from(usage.completion_tokens) - self.spent);
         let now = Instant::now();
         let whole = now.saturating_duration_since(self.job.arrived);
         let decode = self.first_token.map(|first| now.saturating_duration_since(first));

@@ -38,6 +38,7 @@ use crate::context::{Context, InFlight};
 use crate::demand;
 use crate::hold::{Entry, hash};
 use crate::keys::Who;
+use crate::limits::Permit;
 use crate::openai::response::Envelope;
 use crate::openai::{ApiError, Code, Dropped, Request, Task, read};
 use crate::registry::ModelView;
@@ -62,6 +63,8 @@ pub(crate) struct Job {
     pin: Option<u64>,
     /// Of all its sessions.
     moves: Arc<AtomicU32>,
+    /// Of a caller with limits.
+    permit: Option<Arc<Permit>>,
     /// The whole of it, until its last word.
     span: Span,
 }
@@ -70,6 +73,7 @@ pub(crate) struct Job {
 struct Lease {
     _body: demand::Body,
     _inflight: InFlight,
+    _permit: Option<Arc<Permit>>,
 }
 
 /// Answers a chat or completion request. Dropping it half-way ends everything that was begun for it.
@@ -88,17 +92,33 @@ pub(crate) async fn answer(cx: Arc<Context>, task: Task, request: HttpRequest) -
         let size = bytes.len() as u64;
         let request = parse(task, bytes).await?;
         let model = resolve(&cx, &request, &who).await?;
-        Ok((wishes, size, request, model))
+        Ok((wishes, size, request, model, who.admit()?))
     };
     // Boxed, and the headers given back, for the request may be held for minutes.
     let mut response = match Box::pin(read).await {
-        Ok((wishes, bytes, request, model)) => {
+        Ok((wishes, bytes, request, model, permit)) => {
             let arrived_at = cx.clock.now();
             let (id, moves) = (id.clone(), Arc::default());
             let pin = model.session_header.as_ref().and_then(|name| parts.headers.get(name));
             let pin = pin.map(|value| hash(&[value.as_bytes()]));
             span.set("gen_ai.request.model", &request.model);
-            serve(Job { cx, id, request, model, wishes, arrived, arrived_at, bytes, pin, moves, span }).await
+            // They keep the buffer alive that the request was read into.
+            drop(parts);
+            serve(Job {
+                cx,
+                id,
+                request,
+                model,
+                wishes,
+                arrived,
+                arrived_at,
+                bytes,
+                pin,
+                moves,
+                permit,
+                span,
+            })
+            .await
         }
         Err(error) => refuse(&cx, task, error),
     };
@@ -148,7 +168,12 @@ fn refuse(cx: &Context, task: Task, error: ApiError) -> Response<Body> {
 async fn serve(job: Job) -> Response<Body> {
     let (cx, arrived) = (job.cx.clone(), job.arrived);
     cx.retries.deposit();
-    let lease = Arc::new(Lease { _body: cx.demand.body(&job.model.name), _inflight: cx.in_flight() });
+    let lease = Lease {
+        _body: cx.demand.body(&job.model.name),
+        _inflight: cx.in_flight(),
+        _permit: job.permit.clone(),
+    };
+    let lease = Arc::new(lease);
     let (stream, moves) = (job.request.stream, job.moves.clone());
     let (reply, answer) = oneshot::channel();
     cx.tasks.spawn(drive(job, reply, lease.clone()));

@@ -78,3 +78,55 @@ async fn keys_say_who_may_use_what_and_the_file_may_change() {
     within(async { while ask(&world, "key-new", "b").await.status != 200 {} }).await;
     assert_eq!(ask(&world, "key-all", "b").await.status, 401);
 }
+
+#[tokio::test]
+async fn who_is_over_a_limit_hears_429_and_when_it_frees() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("keys.yaml");
+    let line = |name: &str, limit: &str| format!("- {{name: {name}, hash: {}, {limit}}}\n", key_hash(name));
+    let lines = [
+        line("rate", "requestsPerMinute: 1"),
+        line("tokens", "tokensPerMinute: 2"),
+        line("once", "maxConcurrency: 1"),
+        line("free", "namespace: default"),
+    ];
+    std::fs::write(&path, lines.concat()).unwrap();
+    let settings = Settings { api_keys: Some(path), ..Settings::default() };
+    let (world, agent) = (World::with(settings).await, FakeAgent::start().await);
+    agent.answer_all(&["a", "b", "c"]);
+    world.apply("m", json!({})).await;
+    world.replica("m", "n1", &agent.url, json!({"phase": "Ready", "slots": 4})).await;
+    world.apply("cold", json!({})).await;
+    within(async { while listed(&world, "free").await.len() < 2 {} }).await;
+
+    // An unknown model takes nothing.
+    assert_eq!(ask(&world, "rate", "nothing").await.status, 404);
+    for key in ["rate", "tokens"] {
+        assert_eq!(ask(&world, key, "m").await.status, 200, "{key}");
+        let over = ask(&world, key, "m").await;
+        assert_eq!(over.error(), "429 rate_limit_error/rate_limit_exceeded -", "{key}");
+        let seconds: u64 = over.header("retry-after").parse().unwrap();
+        assert!((30..=600).contains(&seconds), "{key}: {seconds}");
+    }
+    // One that is held is one at once; it frees when its client leaves.
+    let held = ask(&world, "once", "cold");
+    tokio::pin!(held);
+    let second = async {
+        within(async {
+            while world.metric("held_requests") < 1.0 {
+                tokio::task::yield_now().await;
+            }
+        })
+        .await;
+        ask(&world, "once", "m").await
+    };
+    tokio::select! {
+        _ = &mut held => unreachable!("nothing wakes it"),
+        over = second => {
+            assert_eq!((over.status.as_u16(), over.header("retry-after")), (429, "1"));
+        }
+    }
+    for _ in 0..3 {
+        assert_eq!(ask(&world, "free", "m").await.status, 200);
+    }
+}
