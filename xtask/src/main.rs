@@ -5,6 +5,7 @@
 mod check;
 mod crds;
 mod dashboards;
+mod dist;
 mod k8s;
 mod links;
 mod metrics;
@@ -37,6 +38,8 @@ enum Chore {
     /// Kubernetes' own programs, for the tests that want a control plane.
     #[command(subcommand)]
     K8s(k8s::Chore),
+    /// Packs the release binary into an OCI image.
+    Dist(dist::Args),
     /// Writes a checkpoint of random weights in the shape of a real model.
     RandomModel(random_model::Args),
 }
@@ -49,6 +52,7 @@ fn main() -> anyhow::Result<()> {
         Chore::Dashboards(args) => dashboards::run(&args),
         Chore::Crds(args) => crds::run(&args),
         Chore::K8s(chore) => k8s::run(&chore),
+        Chore::Dist(args) => dist::run(&args),
         Chore::RandomModel(args) => random_model::run(&args),
     }
 }
