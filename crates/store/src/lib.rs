@@ -6,10 +6,12 @@
 //!   agent    ─┘   + Typed, reflect    └─ RemoteStore (kube client) ──────────────────┴─► or a real API server
 //! ```
 //!
-//! One contract-test suite (`tests/contract.rs`) holds the adapters equal: directly, and through the HTTP face.
+//! One contract-test suite (`tests/contract`) holds the adapters equal: directly, through the HTTP face, and on a real
+//! API server.
 //!
-//! It deliberately does **not** decide anything: no scheduling, no scaling, no retries of writes. A failed write is
-//! told with a [`Verdict`], and the caller chooses. Only [`reflect()`] tries again by itself, because it only reads.
+//! It deliberately does **not** decide anything: no scheduling, no scaling. A failed write is told with a [`Verdict`],
+//! and the caller chooses. Only what a busy server put off is asked again, a few times, and [`reflect()`] tries again
+//! for ever, because it only reads.
 #![forbid(unsafe_code)]
 
 pub mod embedded;

@@ -59,7 +59,9 @@ pub trait ClusterStore: Send + Sync + 'static {
     fn merge_object<'a>(&'a self, object: &'a ObjectRef, patch: Value) -> Answer<'a, Value>;
 
     /// Makes the status exactly `object.status` (server-side apply on the status subresource); everything else is
-    /// ignored but `metadata.uid` and `metadata.resourceVersion`, which must be the current ones if given.
+    /// ignored but `metadata.uid` and `metadata.resourceVersion`, which must be the current ones if given. Of a wrong
+    /// uid a real API server tells only afterwards: the other object of that name has the status until its writer
+    /// writes it, which the conflict makes happen.
     fn apply_status_object(&self, kind: Kind, object: Value) -> Answer<'_, Value>;
 
     /// Asks for the end of an object and of those it owns. With finalizers it only gets a `deletionTimestamp`, and

@@ -1,7 +1,9 @@
 //! The adapter for a cluster elsewhere: a Kubernetes API server, or the HTTP face of an embedded store, by one client.
 //!
-//! Every request has a time limit, and every error is one of [`StoreError`]; nothing is tried again here. Long lists
-//! come in pages. A watch that says nothing for [`WATCH_SILENCE_MAX`] is given up: servers send bookmarks more often.
+//! Every request has a time limit, and every error is one of [`StoreError`]. What a server asks to be asked again
+//! (429, 5xx) is, at most [`TRIES_MAX`] times and no sooner than its `Retry-After`; all else is the caller's choice: a
+//! conflict, and a request that was not answered, which may have been done. Long lists come in pages. A watch that says
+//! nothing for [`WATCH_SILENCE_MAX`] is given up: servers send bookmarks more often.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -10,7 +12,9 @@ use std::time::Duration;
 use futures::stream::BoxStream;
 use futures::{AsyncBufReadExt as _, FutureExt as _, StreamExt as _};
 use http::{Method, Request, header};
+use http_body_util::BodyExt as _;
 use kube::config::{KubeConfigOptions, Kubeconfig};
+use pilotlight_kit::Backoff;
 use serde_json::{Value, json};
 
 use crate::kind::encode;
@@ -28,6 +32,13 @@ pub const WATCH_SILENCE_MAX: Duration = Duration::from_secs(120);
 const WATCH_SECONDS: u32 = 290;
 /// Objects per page: some MiB.
 const PAGE: usize = 500;
+
+/// Requests that a busy server put off are sent so often in all: with the pauses below, for about a second.
+const TRIES_MAX: u32 = 4;
+const PAUSE_MIN: Duration = Duration::from_millis(100);
+const PAUSE_MAX: Duration = Duration::from_secs(1);
+/// A server that asks for more patience is left to the caller, who may have something better to do.
+const RETRY_AFTER_MAX: Duration = Duration::from_secs(5);
 
 /// No client could be made.
 #[derive(Debug, thiserror::Error)]
@@ -126,11 +137,64 @@ impl RemoteStore {
     }
 
     async fn send(&self, what: &str, request: Request<Vec<u8>>) -> Result<Value, StoreError> {
-        let text = self.limited(what, self.client.request_text(request)).await?;
-        serde_json::from_str(&text).map_err(|error| StoreError::Decode {
-            what: format!("the answer for {what}"),
-            message: error.to_string(),
-        })
+        let mut backoff = Backoff::new(PAUSE_MIN, PAUSE_MAX);
+        let mut tries = 1;
+        loop {
+            let (error, answered) = match self.limited(what, self.once(what, request.clone())).await? {
+                Ok(answer) => return Ok(answer),
+                Err(failure) => failure,
+            };
+            // 429 was not begun. What failed inside may have been done: all but `create` may be repeated.
+            let again = answered == 429 || request.method() != Method::POST;
+            let StoreError::Unavailable { retry_after, .. } = &error else { return Err(error) };
+            let pause = retry_after.unwrap_or_default().max(backoff.next());
+            if !again || tries >= TRIES_MAX || pause > RETRY_AFTER_MAX {
+                return Err(error);
+            }
+            tracing::debug!(
+                what,
+                answered,
+                pause_seconds = pause.as_secs_f64(),
+                "the server asks for patience"
+            );
+            tokio::time::sleep(pause).await;
+            tries += 1;
+        }
+    }
+
+    /// One request; the inner error is an answer, with its code.
+    async fn once(
+        &self,
+        what: &str,
+        request: Request<Vec<u8>>,
+    ) -> Result<Result<Value, (StoreError, u16)>, kube::Error> {
+        let response = self.client.send(request.map(kube::client::Body::from)).await?;
+        let code = response.status();
+        let seconds =
+            response.headers().get(header::RETRY_AFTER).and_then(|value| value.to_str().ok()?.parse().ok());
+        let bytes = response.into_body().collect().await?.to_bytes();
+        if code.is_success() {
+            let answer = serde_json::from_slice(&bytes).map_err(|error| StoreError::Decode {
+                what: format!("the answer for {what}"),
+                message: error.to_string(),
+            });
+            return Ok(answer.map_err(|error| (error, code.as_u16())));
+        }
+        // What stands before an API server may answer in words of its own.
+        let mut status: Value = serde_json::from_slice(&bytes).unwrap_or_default();
+        if status["kind"] != "Status" {
+            let text = String::from_utf8_lossy(&bytes);
+            let message = format!(
+                "{} answered {code}: {}",
+                self.server,
+                text.trim().chars().take(200).collect::<String>()
+            );
+            status = json!({ "code": code.as_u16(), "message": message });
+        }
+        if let Some(seconds) = seconds.filter(|_: &u64| status["details"]["retryAfterSeconds"].is_null()) {
+            status["details"]["retryAfterSeconds"] = seconds.into();
+        }
+        Ok(Err((from_status(what, &status), code.as_u16())))
     }
 
     async fn limited<T>(
@@ -170,8 +234,13 @@ impl RemoteStore {
         self.send(&what, request(method, &path, Some((kind, body)))?).await
     }
 
+    /// A field that the server does not know is a mistake, as with kubectl, and not dropped in silence.
+    fn query(&self) -> String {
+        format!("fieldManager={}&fieldValidation=Strict", encode(&self.manager))
+    }
+
     fn apply_query(&self) -> String {
-        format!("fieldManager={}&force=true", encode(&self.manager))
+        format!("{}&force=true", self.query())
     }
 
     async fn list_pages(&self, kind: Kind, filter: &Filter) -> Result<Listed, StoreError> {
@@ -190,7 +259,11 @@ impl RemoteStore {
                 listed.version = Version(text("resourceVersion"));
             }
             match text("continue") {
-                token if token.is_empty() => return Ok(listed),
+                token if token.is_empty() => {
+                    // Servers sort by path, to which `a-b` comes before `a`.
+                    listed.items.sort_by_cached_key(|item| ObjectRef::of(kind, item));
+                    return Ok(listed);
+                }
                 token => more = format!("&continue={}", encode(&token)),
             }
         }
@@ -287,8 +360,7 @@ impl ClusterStore for RemoteStore {
     fn create_object(&self, kind: Kind, object: Value) -> Answer<'_, Value> {
         async move {
             let target = ObjectRef::of(kind, &object);
-            let path =
-                format!("{}?fieldManager={}", kind.path(Some(&target.namespace)), encode(&self.manager));
+            let path = format!("{}?{}", kind.path(Some(&target.namespace)), self.query());
             self.write(&target, Method::POST, path, JSON, &object).await
         }
         .boxed()
@@ -297,7 +369,7 @@ impl ClusterStore for RemoteStore {
     fn replace_object(&self, kind: Kind, object: Value) -> Answer<'_, Value> {
         async move {
             let target = ObjectRef::of(kind, &object);
-            let path = format!("{}?fieldManager={}", target.path(), encode(&self.manager));
+            let path = format!("{}?{}", target.path(), self.query());
             self.write(&target, Method::PUT, path, JSON, &object).await
         }
         .boxed()
@@ -320,7 +392,7 @@ impl ClusterStore for RemoteStore {
             if let Some(fields) = patch.as_object_mut().filter(|_| object.kind.has_status()) {
                 fields.shift_remove("status");
             }
-            let path = format!("{}?fieldManager={}", object.path(), encode(&self.manager));
+            let path = format!("{}?{}", object.path(), self.query());
             self.write(object, Method::PATCH, path, MERGE, &patch).await
         }
         .boxed()
@@ -334,7 +406,15 @@ impl ClusterStore for RemoteStore {
                 "metadata": object["metadata"], "status": object["status"],
             });
             let path = format!("{}/status?{}", target.path(), self.apply_query());
-            self.write(&target, Method::PATCH, path, APPLY, &status).await
+            let written = self.write(&target, Method::PATCH, path, APPLY, &status).await?;
+            // An API server looks at nothing but the status here.
+            let (wanted, found) = (&object["metadata"]["uid"], &written["metadata"]["uid"]);
+            if wanted.is_string() && wanted != found {
+                let message =
+                    format!("uid {wanted} was given, but it is {found}; it is another object of that name");
+                return Err(StoreError::Conflict { object: target.to_string(), message });
+            }
+            Ok(written)
         }
         .boxed()
     }

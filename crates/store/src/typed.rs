@@ -243,11 +243,12 @@ impl<S: ClusterStore + ?Sized> Typed for S {
     }
 }
 
-/// Drops nulls on the way: an absent option is an absent field.
+/// Drops nulls on the way: an absent option is an absent field. And writes a whole number without a point: an API
+/// server stores it so, and to compare `0.0` with its `0` is a change to it, with a new version each time.
 fn encode<K: Stored>(object: &K) -> Result<Value, StoreError> {
     let mut value = serde_json::to_value(object)
         .map_err(|e| StoreError::Decode { what: object.object_ref().to_string(), message: e.to_string() })?;
-    drop_nulls(&mut value);
+    normalize(&mut value);
     if let Some(fields) = value.as_object_mut() {
         fields.insert("apiVersion".into(), K::KIND.api_version().into());
         fields.insert("kind".into(), K::KIND.name().into());
@@ -255,13 +256,21 @@ fn encode<K: Stored>(object: &K) -> Result<Value, StoreError> {
     Ok(value)
 }
 
-fn drop_nulls(value: &mut Value) {
+fn normalize(value: &mut Value) {
+    /// Beyond it not every whole number is one of `f64`.
+    const WHOLE_MAX: f64 = 9_007_199_254_740_992.0;
     match value {
         Value::Object(fields) => {
             fields.retain(|_, field| !field.is_null());
-            fields.values_mut().for_each(drop_nulls);
+            fields.values_mut().for_each(normalize);
         }
-        Value::Array(items) => items.iter_mut().for_each(drop_nulls),
+        Value::Array(items) => items.iter_mut().for_each(normalize),
+        Value::Number(number) if number.is_f64() => {
+            let whole = number.as_f64().filter(|n| n.fract() == 0.0 && n.abs() <= WHOLE_MAX);
+            if let Some(whole) = whole {
+                *value = (whole as i64).into();
+            }
+        }
         _ => {}
     }
 }

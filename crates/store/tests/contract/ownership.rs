@@ -61,19 +61,26 @@ pub(crate) async fn owned_objects_go_with_their_owner(world: World) {
     store.apply(&replica("free", "n")).await.unwrap();
 
     store.delete::<Model>("default", "a").await.unwrap();
-    let left = store.list::<ModelReplica>(&Filter::all()).await.unwrap().items;
-    let names: Vec<&str> = left.iter().filter_map(|object| object.metadata.name.as_deref()).collect();
-    assert_eq!(names, ["free", "held", "of-both"]);
-    assert!(left[1].metadata.deletion_timestamp.is_some());
-    assert_eq!(left[2].metadata.owner_references.as_deref(), Some(&[owned_by(&b)][..]));
+    let all = async || store.list::<ModelReplica>(&Filter::all()).await.unwrap().items;
+    let left = async || {
+        let short = |object: ModelReplica| {
+            let dying = if object.metadata.deletion_timestamp.is_some() { " dying" } else { "" };
+            let owners = object.metadata.owner_references.unwrap_or_default().len();
+            format!("{}{dying} {owners}", object.metadata.name.unwrap())
+        };
+        all().await.into_iter().map(short).collect::<Vec<_>>()
+    };
+    let expect = ["free 0", "held dying 1", "of-both 1"].map(str::to_owned);
+    world.soon(expect.to_vec(), left).await;
+    assert_eq!(all().await[2].metadata.owner_references.as_deref(), Some(&[owned_by(&b)][..]));
 
     store.delete::<Model>("default", "b").await.unwrap();
-    assert!(store.find::<ModelReplica>("default", "of-both").await.unwrap().is_none());
+    let is_there = async |name| store.find::<ModelReplica>("default", name).await.unwrap().is_some();
+    world.soon(false, async || is_there("of-both").await).await;
     store.apply(&with("born-late", vec![owned_by(&a)])).await.unwrap();
-    assert!(
-        store.find::<ModelReplica>("default", "born-late").await.unwrap().is_none(),
-        "its owner is gone already"
-    );
+    // Its owner is gone already.
+    world.soon(false, async || is_there("born-late").await).await;
+    store.set_finalizer(&held, "pilotlight.dev/drain", false).await.unwrap();
 }
 
 pub(crate) async fn managers_take_away_only_their_own(world: World) {
@@ -83,7 +90,7 @@ pub(crate) async fn managers_take_away_only_their_own(world: World) {
         object
     };
     let labels = |object: Model| object.metadata.labels.unwrap_or_default().into_keys().collect::<Vec<_>>();
-    let (one, two) = (world.manager("one"), world.manager("two"));
+    let (one, two) = (world.manager("one").await, world.manager("two").await);
     one.apply(&labelled(&[("x", "1"), ("shared", "1")])).await.unwrap();
     let both = two.apply(&labelled(&[("y", "1"), ("shared", "1")])).await.unwrap();
     assert_eq!(labels(both), ["shared", "x", "y"]);
@@ -143,8 +150,17 @@ pub(crate) async fn events_are_counted_not_repeated(world: World) {
     assert_eq!(told.len(), 1);
     assert_eq!((told[0].count, told[0].type_.as_deref()), (Some(2), Some("Warning")));
     assert_ne!(told[0].first_timestamp, told[0].last_timestamp);
+}
 
-    // Events are forgotten after an hour, and when there are too many.
+/// After an hour, and when there are too many.
+pub(crate) async fn events_are_forgotten(world: World) {
+    let store = &world.store;
+    let about = store.create(&model("a")).await.unwrap();
+    let say = async |reason, now: Timestamp| {
+        let note = events::Note { warning: true, reason, message: "nothing is at file:///x" };
+        events::record(&**store, "operator", &about, note, now).await.unwrap();
+    };
+    say("Old", world.clock.now()).await;
     world.clock.advance(Duration::from_secs(3700));
     say("Recent", world.clock.now()).await;
     let reasons =
@@ -153,7 +169,7 @@ pub(crate) async fn events_are_counted_not_repeated(world: World) {
     let many = (0..1005).map(|n| {
         let event = json!({ "apiVersion": "v1", "kind": "Event", "metadata": { "name": format!("e{n}"), "namespace": "default" },
             "involvedObject": {}, "reason": format!("R{n}") });
-        world.embedded.create_object(Kind::Event, event)
+        world.inner().create_object(Kind::Event, event)
     });
     for made in futures::future::join_all(many).await {
         made.unwrap();

@@ -15,17 +15,25 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 use tokio::task::JoinHandle;
 
+use crate::cluster::Cluster;
+
 /// Longer than any answer here takes, so that a test that waits for nothing ends.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Kubernetes' collector looks for new kinds every 30 s.
+const COLLECTION_MAX: Duration = Duration::from_secs(120);
 
 pub(crate) struct World {
     /// What is tried.
     pub(crate) store: Arc<dyn ClusterStore>,
-    /// What is behind it.
-    pub(crate) embedded: EmbeddedStore,
     pub(crate) clock: Arc<ManualClock>,
-    dir: TempDir,
-    server: Option<Server>,
+    behind: Behind,
+}
+
+/// What is behind the store that is tried.
+enum Behind {
+    Embedded { store: EmbeddedStore, dir: TempDir, server: Option<Server> },
+    Kubernetes(Cluster),
 }
 
 struct Server {
@@ -52,29 +60,48 @@ impl Server {
 impl World {
     pub(crate) async fn embedded() -> World {
         let dir = TempDir::new().unwrap();
-        let clock = Arc::new(ManualClock::new(Timestamp::from_micros(1_700_000_000_000_000)));
-        let embedded = EmbeddedStore::open(dir.path(), clock.clone()).await.unwrap();
-        World { store: Arc::new(embedded.clone()), embedded, clock, dir, server: None }
+        let clock = clock();
+        let store = EmbeddedStore::open(dir.path(), clock.clone()).await.unwrap();
+        World { store: Arc::new(store.clone()), clock, behind: Behind::Embedded { store, dir, server: None } }
     }
 
     pub(crate) async fn face() -> World {
         let mut world = World::embedded().await;
-        let server = Server::start(&world.embedded, "127.0.0.1:0").await;
-        world.store = Arc::new(remote(&server.address, "contract"));
-        world.server = Some(server);
+        if let Behind::Embedded { store, server, .. } = &mut world.behind {
+            let started = Server::start(store, "127.0.0.1:0").await;
+            world.store = Arc::new(remote(&started.address, "contract"));
+            *server = Some(started);
+        }
         world
     }
 
+    /// Nothing where Kubernetes' programs are not built.
+    pub(crate) async fn kubernetes() -> Option<World> {
+        let cluster = Cluster::turn().await?;
+        let store = cluster.client("contract").await;
+        Some(World { store: Arc::new(store), clock: clock(), behind: Behind::Kubernetes(cluster) })
+    }
+
     /// The same store for another field manager.
-    pub(crate) fn manager(&self, name: &str) -> Arc<dyn ClusterStore> {
-        match &self.server {
-            None => Arc::new(self.embedded.with_manager(name)),
-            Some(server) => Arc::new(remote(&server.address, name)),
+    pub(crate) async fn manager(&self, name: &str) -> Arc<dyn ClusterStore> {
+        match &self.behind {
+            Behind::Embedded { store, server: None, .. } => Arc::new(store.with_manager(name)),
+            Behind::Embedded { server: Some(server), .. } => Arc::new(remote(&server.address, name)),
+            Behind::Kubernetes(cluster) => Arc::new(cluster.client(name).await),
+        }
+    }
+
+    /// The embedded store, past any network.
+    pub(crate) fn inner(&self) -> &EmbeddedStore {
+        match &self.behind {
+            Behind::Embedded { store, .. } => store,
+            Behind::Kubernetes(_) => panic!("there is no embedded store in a real cluster"),
         }
     }
 
     pub(crate) async fn stop(&mut self) -> Option<String> {
-        let address = match self.server.take() {
+        let Behind::Embedded { store, server, .. } = &mut self.behind else { return None };
+        let address = match server.take() {
             Some(server) => {
                 let address = server.address.clone();
                 server.stop().await;
@@ -82,7 +109,7 @@ impl World {
             }
             None => None,
         };
-        self.embedded.close().await;
+        store.close().await;
         address
     }
 
@@ -90,20 +117,47 @@ impl World {
     /// it, as a process would: `store` is a new one then.
     pub(crate) async fn restart(&mut self) {
         let address = self.stop().await;
-        self.embedded = EmbeddedStore::open(self.dir.path(), self.clock.clone()).await.unwrap();
+        let Behind::Embedded { store, dir, server } = &mut self.behind else { return };
+        *store = EmbeddedStore::open(dir.path(), self.clock.clone()).await.unwrap();
         match address {
-            Some(address) => self.server = Some(Server::start(&self.embedded, &address).await),
-            None => self.store = Arc::new(self.embedded.clone()),
+            Some(address) => *server = Some(Server::start(store, &address).await),
+            None => self.store = Arc::new(store.clone()),
         }
     }
 
     pub(crate) fn path(&self) -> PathBuf {
-        self.dir.path().into()
+        match &self.behind {
+            Behind::Embedded { dir, .. } => dir.path().into(),
+            Behind::Kubernetes(_) => panic!("a real cluster has no folder of ours"),
+        }
     }
 
     pub(crate) fn is_remote(&self) -> bool {
-        self.server.is_some()
+        !matches!(self.behind, Behind::Embedded { server: None, .. })
     }
+
+    pub(crate) fn is_kubernetes(&self) -> bool {
+        matches!(self.behind, Behind::Kubernetes(_))
+    }
+
+    /// What `look` sees, as soon as it is `expect`: the embedded store collects garbage in the same write, a real
+    /// cluster when it finds the time.
+    pub(crate) async fn soon<T: PartialEq + std::fmt::Debug>(&self, expect: T, look: impl AsyncFn() -> T) {
+        let begun = tokio::time::Instant::now();
+        loop {
+            let seen = look().await;
+            if seen == expect {
+                return;
+            }
+            let patience = if self.is_kubernetes() { COLLECTION_MAX } else { Duration::ZERO };
+            assert!(begun.elapsed() < patience, "{seen:?} instead of {expect:?}");
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    }
+}
+
+fn clock() -> Arc<ManualClock> {
+    Arc::new(ManualClock::new(Timestamp::from_micros(1_700_000_000_000_000)))
 }
 
 fn remote(address: &str, manager: &str) -> RemoteStore {
