@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::{Arc, LazyLock, OnceLock};
 
 use pilotlight_api::{Model, ModelNode, ModelReplica};
-use pilotlight_e2e::Level;
+use pilotlight_e2e::{Level, TestEnv};
 use pilotlight_store::{Filter, RemoteStore, Stored, Typed as _};
 use tokio::sync::{Mutex, OwnedMutexGuard};
 
@@ -20,14 +20,16 @@ impl Cluster {
         static TURN: LazyLock<Arc<Mutex<()>>> = LazyLock::new(Arc::default);
         static MADE: OnceLock<()> = OnceLock::new();
         let turn = TURN.clone().lock_owned().await;
-        let kubectl = Kubectl(pilotlight_e2e::Cluster::shared(Level::Controllers)?);
+        let kubectl = Kubectl(TestEnv::shared(Level::B)?);
         MADE.get_or_init(|| {
-            let crds = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../charts/pilotlight/files/crds");
+            let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+            let root = here.ancestors().find(|folder| folder.join("charts").is_dir()).unwrap();
+            let crds = root.join("charts/pilotlight/files/crds");
             kubectl.ok(&["apply", "--server-side", "-f", crds.to_str().unwrap()]);
             for kind in ["models", "modelreplicas", "modelnodes"] {
                 kubectl.ok(&["wait", "--for=condition=Established", &format!("crd/{kind}.pilotlight.dev")]);
             }
-            for namespace in ["other", "other-2"] {
+            for namespace in ["other", "other-2", "system"] {
                 kubectl.ok(&["create", "namespace", namespace]);
             }
         });
@@ -40,18 +42,18 @@ impl Cluster {
     }
 
     pub(crate) async fn client(&self, manager: &str) -> RemoteStore {
-        RemoteStore::from_kubeconfig(Some(self.kubectl.0.admin_kubeconfig()), manager).await.unwrap()
+        RemoteStore::from_kubeconfig(Some(self.kubectl.0.admin().kubeconfig()), manager).await.unwrap()
     }
 }
 
 /// What people have.
 #[derive(Clone, Copy)]
-pub(crate) struct Kubectl(&'static pilotlight_e2e::Cluster);
+pub(crate) struct Kubectl(&'static TestEnv);
 
 impl Kubectl {
     /// It must succeed.
     pub(crate) fn ok(self, args: &[&str]) -> String {
-        self.0.kubectl(args)
+        self.0.admin().ok(args)
     }
 
     pub(crate) fn apply(self, manifest: &str) {
@@ -60,8 +62,7 @@ impl Kubectl {
 
     /// What it printed, or said against it.
     pub(crate) fn run(self, args: &[&str], stdin: &str) -> Result<String, String> {
-        let said = self.0.run("kubectl", self.0.admin_kubeconfig(), args, stdin);
-        if said.ok { Ok(said.out) } else { Err(said.err) }
+        self.0.admin().run_with(args, stdin).map_err(|refused| refused.0)
     }
 }
 
