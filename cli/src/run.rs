@@ -40,6 +40,9 @@ pub(crate) fn run(cli: Cli) -> Result<(), Failure> {
         }
         command => {
             let program = is_program(&command);
+            if program {
+                raise_descriptors();
+            }
             start_log(&if program { log.clone() } else { quiet_by_default(log.clone()) })?;
             let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
             let ended = runtime.block_on(async {
@@ -58,6 +61,19 @@ pub(crate) fn run(cli: Cli) -> Result<(), Failure> {
 /// Whether it runs until it is stopped, and logs what it does.
 fn is_program(command: &Command) -> bool {
     matches!(command, Command::Up(_) | Command::Operator(_) | Command::Router(_) | Command::Agent(_))
+}
+
+/// A connection is a descriptor, and so is a file of a load: the soft limit is often 1,024, for programs that use
+/// `select`. Children inherit it.
+fn raise_descriptors() {
+    use rustix::process::{Resource, getrlimit, setrlimit};
+    let mut limit = getrlimit(Resource::Nofile);
+    if limit.current != limit.maximum {
+        limit.current = limit.maximum;
+        if let Err(error) = setrlimit(Resource::Nofile, limit) {
+            tracing::debug!(%error, "the limit of open files stays as it is");
+        }
+    }
 }
 
 /// A command that answers a person logs only what is odd, unless asked for more.

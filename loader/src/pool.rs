@@ -32,12 +32,14 @@ use crate::cancel::CancelFlag;
 
 mod block;
 mod book;
+mod limits;
 pub(crate) mod memory;
 #[cfg(test)]
 mod tests;
 
 pub use block::Block;
 use book::{Book, Refused};
+pub use limits::check_limits;
 pub use memory::PageKind;
 use memory::{Haste, Memory};
 
@@ -160,7 +162,7 @@ impl HostPool {
         if chunk == 0 || !chunk.is_multiple_of(CHUNK_ALIGN) || bytes.get() < chunk {
             return Err(size_error);
         }
-        check_limits(bytes)?;
+        check_limits(bytes, bytes)?;
         let (Ok(chunks), Ok(chunk_usize)) = (u32::try_from(bytes.get() / chunk), usize::try_from(chunk))
         else {
             return Err(size_error);
@@ -493,25 +495,6 @@ impl Lease {
         // SAFETY: as in `Resident::bytes`; a leased chunk is not evicted, and not reused when its owner gives it up.
         unsafe { std::slice::from_raw_parts(self.chunk.start().as_ptr(), self.len) }
     }
-}
-
-/// What machine and container allow.
-fn check_limits(wanted: ByteCount) -> Result<(), PoolError> {
-    let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let total = meminfo.lines().find_map(|l| l.strip_prefix("MemTotal:")).and_then(kib);
-    let cgroup = fs::read_to_string("/sys/fs/cgroup/memory.max").ok();
-    let cgroup = cgroup.and_then(|text| text.trim().parse().ok()).map(ByteCount::new);
-    for (limit, whose) in [(total, "this machine has"), (cgroup, "this container may use")] {
-        if let Some(limit) = limit.filter(|&limit| wanted > limit) {
-            return Err(PoolError::TooLarge { wanted, limit, whose });
-        }
-    }
-    Ok(())
-}
-
-/// The number of a meminfo line: `  123 kB`.
-fn kib(text: &str) -> Option<ByteCount> {
-    text.trim().strip_suffix("kB")?.trim().parse().ok().map(ByteCount::from_kib)
 }
 
 /// Asks the system for as many huge pages as are missing. Best effort: the pool checks what it got.

@@ -22,8 +22,10 @@ use std::time::Duration;
 
 use futures::StreamExt as _;
 use pilotlight_api::{ModelNode, ModelNodeStatus};
+use pilotlight_domain::ByteCount;
 use pilotlight_kit::clock::SystemClock;
 use pilotlight_kit::{Readiness, Stop, admin, http};
+use pilotlight_loader::pool::check_limits;
 use pilotlight_operator::Operator;
 use pilotlight_router::Router;
 use pilotlight_store::{ClusterStore, EmbeddedStore, Filter, Typed as _, TypedChange, face};
@@ -113,6 +115,7 @@ impl Running {
 
 /// Starts everything and returns once it serves: the router knows the models, and every agent has registered.
 pub(crate) async fn start(settings: UpSettings, stop: Stop) -> Result<Running, Failure> {
+    check_memory(&settings)?;
     let data_dir = DataDir::take(&settings.data_dir)?;
     let listener = http::bind(&settings.listen).await?;
     let url = format!("http://{}", loopback_of(listener.local_addr()?));
@@ -160,6 +163,20 @@ pub(crate) async fn start(settings: UpSettings, stop: Stop) -> Result<Running, F
         }
     }
     Ok(Running { url, tasks, store, _data_dir: data_dir })
+}
+
+/// Now, and not by agents that end again and again.
+fn check_memory(settings: &UpSettings) -> Result<(), Failure> {
+    let one = settings.node.host_memory;
+    let all = ByteCount::new(one.get().saturating_mul(u64::from(settings.nodes)));
+    check_limits(one, all).map_err(|error| {
+        let failure = Failure::from_error(&error);
+        if settings.nodes == 1 {
+            failure
+        } else {
+            failure.cure("each node takes as much; or use fewer --nodes")
+        }
+    })
 }
 
 /// Starts the operator, the router and the listener; each of the two says when it is ready.

@@ -10,6 +10,8 @@ use super::super::face::{Place, View};
 use super::super::order::Goal;
 use super::{Held, HeldKind, ReplicaTask, Step, loaded};
 
+/// However far away the deadline is: the clock of who wrote it may have been set since.
+const DRAIN_MAX: Duration = Duration::from_secs(3600);
 /// Sessions that were cut tell their routers and are gone within this.
 const CUT_MAX: Duration = Duration::from_secs(5);
 
@@ -110,7 +112,7 @@ impl ReplicaTask {
             tokio::select! {
                 () = face.empty() => {}
                 () = self.talk.until_superseded(&holding, Step::Drain) => return,
-                () = tokio::time::sleep(deadline.since(now)) => {
+                () = tokio::time::sleep(deadline.since(now).min(DRAIN_MAX)) => {
                     tracing::warn!(replica = self.talk.order.object, open = face.open(), "drain deadline: sessions are cut");
                     cut.cancel();
                     if tokio::time::timeout(CUT_MAX, face.empty()).await.is_err() {
