@@ -411,7 +411,8 @@ pub(crate) struct RouterArgs {
     /// The OpenAI API.
     #[arg(long, default_value = "127.0.0.1:8080", value_name = "HOST:PORT")]
     pub(crate) listen: String,
-    /// Health and metrics on an address of their own; default: on the same.
+    /// Health, metrics and the sessions' API on an address of their own; default: on the same, the sessions' for this
+    /// machine alone.
     #[arg(long, value_name = "HOST:PORT")]
     pub(crate) admin_listen: Option<String>,
     #[command(flatten)]

@@ -30,24 +30,36 @@ async fn cluster(args: &ClusterArgs, part: &str) -> Result<Arc<dyn ClusterStore>
     })?))
 }
 
-/// Serves `app` on `listen` until `stop`, and health on `admin_listen` until `after`. With one address for both it is
-/// served until `after`: who asks for health meanwhile is told that the part drains.
-async fn serve(
+/// What a part answers.
+struct Faces {
+    /// To its callers, on `--listen`.
     app: axum::Router,
+    /// To those who run the system: on `--admin-listen`, or, without, on `--listen` to this machine alone.
+    management: axum::Router,
+    /// To whoever watches it: on `--admin-listen`, or, without, on `--listen`.
     health: axum::Router,
+}
+
+/// Serves on `listen` until `stop`, and what has an address of its own there until `after`. With one address for all it
+/// is served until `after`: who asks for health meanwhile is told that the part drains.
+async fn serve(
+    Faces { app, management, health }: Faces,
     (listen, admin_listen): (&str, Option<&str>),
     stop: Stop,
     after: Stop,
 ) -> Result<tokio::task::JoinHandle<()>, Failure> {
-    let (app, stop) = match admin_listen {
-        Some(address) => {
-            tokio::spawn(http::serve(http::bind(address).await?, health, after, DRAIN));
-            (app, stop)
-        }
-        None => (app.merge(health), after),
-    };
     let listener = http::bind(listen).await?;
     let address = listener.local_addr()?;
+    let (app, stop) = match admin_listen {
+        Some(admin) => {
+            tokio::spawn(http::serve(http::bind(admin).await?, health.merge(management), after, DRAIN));
+            (app, stop)
+        }
+        None => {
+            let management = up::guard::for_this_machine(management, address.ip());
+            (app.merge(health).merge(management), after)
+        }
+    };
     let serving =
         tokio::spawn(http::serve(listener, app.fallback(pilotlight_router::not_found), stop, DRAIN));
     print(&format!("ready http://{address}\n"))?;
@@ -60,9 +72,13 @@ pub(crate) async fn operator(args: OperatorArgs, stop: Stop) -> Result<(), Failu
     let config = args.settings.check().map_err(|e| Failure::usage(e.to_string()))?;
     let store = cluster(&args.cluster, "operator").await?;
     let operator = Operator::new(store, Arc::new(SystemClock), config, &registry)?;
-    let health = admin::routes(registry, operator.handle().ready());
+    let faces = Faces {
+        app: operator.routes(),
+        management: axum::Router::new(),
+        health: admin::routes(registry, operator.handle().ready()),
+    };
     let listen = (args.listen.as_str(), args.admin_listen.as_deref());
-    let serving = serve(operator.routes(), health, listen, stop.clone(), stop.clone()).await?;
+    let serving = serve(faces, listen, stop.clone(), stop.clone()).await?;
     operator.run(stop).await;
     Ok(serving.await?)
 }
@@ -79,10 +95,14 @@ pub(crate) async fn router(args: RouterArgs, stop: Stop) -> Result<(), Failure> 
     let config = args.settings.check().map_err(|e| Failure::usage(e.to_string()))?;
     let router =
         Router::new(config, cluster(&args.cluster, "router").await?, Arc::new(SystemClock), &registry)?;
-    let health = admin::routes(registry, router.readiness()).merge(router.session_routes());
+    let faces = Faces {
+        app: router.routes(),
+        management: router.session_routes(),
+        health: admin::routes(registry, router.readiness()),
+    };
     let after = Stop { graceful: CancellationToken::new(), abort: stop.abort.clone() };
     let listen = (args.listen.as_str(), args.admin_listen.as_deref());
-    let serving = serve(router.routes(), health, listen, stop.clone(), after.clone()).await?;
+    let serving = serve(faces, listen, stop.clone(), after.clone()).await?;
     router.run(stop).await;
     after.stop();
     Ok(serving.await?)

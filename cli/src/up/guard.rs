@@ -1,4 +1,4 @@
-//! Who may reach what, when `up` listens beyond this machine.
+//! Who may reach what, when `up` or a part alone listens beyond this machine.
 //!
 //! The management API can write to the store, and knows no users: it answers this machine alone, whatever the address.
 //! The OpenAI API asks for API keys; an address that others reach is refused without them.
@@ -16,7 +16,7 @@ use crate::failure::Failure;
 const REFUSED: &str = r#"{"error":{"message":"the management API answers the machine it runs on alone: use the commands there, or forward the port","type":"permission_error","param":null,"code":"not_this_machine"}}"#;
 
 /// `routes`, for callers on this machine: from loopback, or from `own`, the address that is listened on.
-pub(super) fn for_this_machine(routes: axum::Router, own: IpAddr) -> axum::Router {
+pub(crate) fn for_this_machine(routes: axum::Router, own: IpAddr) -> axum::Router {
     routes.layer(middleware::from_fn(move |request: Request, next: Next| async move {
         let peer = request.extensions().get::<Peer>().copied();
         if peer.is_some_and(|peer| peer.is_loopback() || peer.0.ip() == own) {
