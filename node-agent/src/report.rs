@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, OwnerReference};
 use pilotlight_api::conditions::ConditionStatus;
 use pilotlight_api::node::{DeviceStatus, LEASE_NAMESPACE, Resident, TierStatus, lease_name};
 use pilotlight_api::{Condition, ConditionKind, ModelNode, ModelNodeSpec, ModelNodeStatus, Reason};
@@ -24,11 +24,12 @@ use crate::workers::{Worker, WorkerState};
 /// The most copies told of one node: 250 bytes each stay far below an object's 256 KiB.
 const RESIDENTS_MAX: usize = 512;
 
-/// Makes the ModelNode if there is none: its spec is people's.
+/// Makes the ModelNode if there is none: its spec is people's. On Kubernetes it is owned by its Node, and goes with it.
 pub(crate) async fn register(store: &Arc<dyn ClusterStore>, node: &NodeName) -> ModelNode {
     let mut backoff = Backoff::new(Duration::from_millis(50), Duration::from_secs(5));
-    let new = ModelNode::new(node.as_str(), ModelNodeSpec::default());
+    let mut new = ModelNode::new(node.as_str(), ModelNodeSpec::default());
     loop {
+        new.metadata.owner_references = owner(&**store, node).await;
         let found = match store.create(&new).await {
             Err(StoreError::AlreadyExists { .. }) => store.get("", node.as_str()).await,
             made => made,
@@ -39,6 +40,25 @@ pub(crate) async fn register(store: &Arc<dyn ClusterStore>, node: &NodeName) -> 
         }
         backoff.wait().await;
     }
+}
+
+/// The machine below, where the cluster knows one.
+async fn owner(store: &dyn ClusterStore, node: &NodeName) -> Option<Vec<OwnerReference>> {
+    let machine = match store.find::<k8s_openapi::api::core::v1::Node>("", node.as_str()).await {
+        Ok(machine) => machine?,
+        Err(error) => {
+            tracing::warn!(%error, "read this node's Node; its ModelNode will stay behind when it goes");
+            return None;
+        }
+    };
+    Some(vec![OwnerReference {
+        api_version: "v1".into(),
+        kind: "Node".into(),
+        name: node.to_string(),
+        uid: machine.metadata.uid?,
+        controller: None,
+        block_owner_deletion: None,
+    }])
 }
 
 /// Writes the ModelNode's status on change, for ever. Dropping it half-way is safe.

@@ -16,6 +16,8 @@ use pilotlight_domain::view::{
 use pilotlight_domain::{Bandwidth, ByteCount, Generation, ModelName, NodeName, Tier, Timestamp};
 use pilotlight_kit::clock::parse_rfc3339;
 
+use crate::machine::Machine;
+
 /// The model's name; none if it is not one that we could serve.
 pub(crate) fn model_name(model: &Model) -> Option<ModelName> {
     let meta = &model.metadata;
@@ -99,11 +101,14 @@ pub(crate) fn created_seconds(model: &Model) -> u64 {
     u64::try_from(created).unwrap_or(0)
 }
 
-/// A node's inventory. `alive`: its agent was heard of lately.
-pub(crate) fn node_facts(node: &ModelNode, alive: bool) -> NodeFacts {
+/// A node's inventory. `machine`: what Kubernetes says of it, where there is one; `alive`: its agent was heard of lately.
+pub(crate) fn node_facts(node: &ModelNode, machine: Option<&Machine>, alive: bool) -> NodeFacts {
     let status = node.status.as_ref();
     let spec = &node.spec;
-    let state = match (alive && status.is_some(), spec.drain, spec.paused) {
+    let leaving = machine.is_some_and(|machine| machine.leaving);
+    let mut labels = machine.map(|machine| machine.labels.clone()).unwrap_or_default();
+    labels.extend(node.metadata.labels.clone().unwrap_or_default());
+    let state = match (alive && status.is_some(), spec.drain || leaving, spec.paused) {
         (false, ..) => NodeState::Lost,
         (true, true, _) => NodeState::Draining,
         (true, false, true) => NodeState::Paused,
@@ -115,7 +120,7 @@ pub(crate) fn node_facts(node: &ModelNode, alive: bool) -> NodeFacts {
     };
     NodeFacts {
         state,
-        labels: node.metadata.labels.clone().unwrap_or_default(),
+        labels,
         disk: tier("disk", spec.limits.disk_bytes),
         host: tier("host", spec.limits.host_bytes),
         devices: status.map(|status| status.devices.iter().map(device_facts).collect()).unwrap_or_default(),

@@ -11,6 +11,7 @@ mod life;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 use k8s_openapi::api::coordination::v1::Lease;
+use k8s_openapi::api::core::v1::Node;
 use pilotlight_api::model::Resolved;
 use pilotlight_api::{Model, ModelNode, ModelReplica};
 use pilotlight_domain::names::Names;
@@ -19,6 +20,7 @@ use pilotlight_domain::{ModelName, NodeName, Timestamp};
 use pilotlight_store::Reflected;
 
 use crate::convert;
+use crate::machine::{self, Machine};
 use life::Life;
 
 /// The cluster as it was last heard of.
@@ -31,6 +33,8 @@ pub(crate) struct Index {
     names: Names,
     replicas: HashMap<(ModelName, NodeName), ModelReplica>,
     nodes: HashMap<NodeName, ModelNode>,
+    /// Kubernetes' own nodes; none in an embedded store.
+    machines: HashMap<NodeName, Machine>,
     life: Life,
     /// The last generation ordered per node, whoever ordered it.
     generations: HashMap<NodeName, u64>,
@@ -45,6 +49,7 @@ struct Listed {
     replicas: bool,
     nodes: bool,
     leases: bool,
+    machines: bool,
 }
 
 /// The models that a change may concern.
@@ -53,8 +58,8 @@ pub(crate) type Touched = BTreeSet<ModelName>;
 impl Index {
     /// Whether every kind was listed once; before that, what is missing is only not known yet.
     pub(crate) fn is_synced(&self) -> bool {
-        let Listed { models, replicas, nodes, leases } = self.listed;
-        models && replicas && nodes && leases
+        let Listed { models, replicas, nodes, leases, machines } = self.listed;
+        models && replicas && nodes && leases && machines
     }
 
     /// A Model's object.
@@ -282,7 +287,7 @@ impl Index {
     fn put_node(&mut self, node: ModelNode, now: Timestamp) -> Touched {
         let Some(name) = node_name(&node) else { return Touched::new() };
         let alive = self.life.is_alive(&name, &node, now);
-        let facts = convert::node_facts(&node, alive);
+        let facts = convert::node_facts(&node, self.machines.get(&name), alive);
         let before = self.view.node_named(&name).and_then(|entry| entry.facts.as_ref());
         let changed = before.is_none_or(|before| {
             before.state != facts.state
@@ -302,6 +307,38 @@ impl Index {
         self.life.forget(name);
         self.view.remove_node(name);
         touched
+    }
+
+    pub(crate) fn on_machines(&mut self, told: Reflected<Node>, now: Timestamp) -> Touched {
+        let mut changed: Vec<NodeName> = Vec::new();
+        match told {
+            Reflected::Restarted(nodes) => {
+                self.listed.machines = true;
+                let there: HashMap<NodeName, Machine> =
+                    nodes.iter().filter_map(|node| Some((machine::name(node)?, Machine::of(node)))).collect();
+                changed.extend(self.machines.keys().filter(|name| !there.contains_key(*name)).cloned());
+                let news = there.iter().filter(|(name, machine)| self.machines.get(*name) != Some(machine));
+                changed.extend(news.map(|(name, _)| name.clone()));
+                self.machines = there;
+            }
+            Reflected::Applied(node) => {
+                let Some(name) = machine::name(&node) else { return Touched::new() };
+                // Kubelets write often, and mostly what concerns nobody here.
+                let machine = Machine::of(&node);
+                if self.machines.get(&name) != Some(&machine) {
+                    self.machines.insert(name.clone(), machine);
+                    changed.push(name);
+                }
+            }
+            // Its ModelNode is owned by it, and goes with it.
+            Reflected::Deleted(node) => {
+                let Some(name) = machine::name(&node) else { return Touched::new() };
+                self.machines.remove(&name);
+                changed.push(name);
+            }
+        }
+        let known: Vec<ModelNode> = changed.iter().filter_map(|name| self.nodes.get(name).cloned()).collect();
+        known.into_iter().flat_map(|node| self.put_node(node, now)).collect()
     }
 
     pub(crate) fn on_leases(&mut self, told: Reflected<Lease>, now: Timestamp) -> Touched {
@@ -334,7 +371,7 @@ impl Index {
     fn look_at(&mut self, name: &NodeName, now: Timestamp) -> Touched {
         let Some(node) = self.nodes.get(name) else { return Touched::new() };
         let alive = self.life.is_alive(name, node, now);
-        let facts = convert::node_facts(node, alive);
+        let facts = convert::node_facts(node, self.machines.get(name), alive);
         let before = self.view.node_named(name).map(NodeEntry::state);
         if before == Some(facts.state) {
             return Touched::new();

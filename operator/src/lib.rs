@@ -23,6 +23,7 @@ mod explain;
 mod http;
 mod index;
 mod leader;
+mod machine;
 mod metrics;
 mod names;
 mod service;

@@ -15,6 +15,7 @@ use std::time::Duration;
 
 use futures::StreamExt as _;
 use k8s_openapi::api::coordination::v1::Lease;
+use k8s_openapi::api::core::v1::Node;
 use pilotlight_api::demand::{DemandAnswer, DemandReport, ModelDemand, Refused};
 use pilotlight_api::node::LEASE_NAMESPACE;
 use pilotlight_api::{Model, ModelNode, ModelReplica};
@@ -154,6 +155,7 @@ enum Happened {
     Replicas(Box<Reflected<ModelReplica>>),
     Nodes(Reflected<ModelNode>),
     Leases(Reflected<Lease>),
+    Machines(Box<Reflected<Node>>),
     Ask(Ask),
     Leadership,
     Time,
@@ -171,6 +173,9 @@ impl Service {
             reflect::<ModelNode>(self.store.clone(), Filter::all()).map(Happened::Nodes).boxed(),
             reflect::<Lease>(self.store.clone(), Filter::namespace(LEASE_NAMESPACE))
                 .map(Happened::Leases)
+                .boxed(),
+            reflect::<Node>(self.store.clone(), Filter::all())
+                .map(|told| Happened::Machines(Box::new(told)))
                 .boxed(),
         ]);
         loop {
@@ -234,6 +239,11 @@ impl Service {
                 touched
             }
             Happened::Leases(told) => self.index.on_leases(told, now),
+            Happened::Machines(told) => {
+                let touched = self.index.on_machines(*told, now);
+                self.agenda.touch_waiting();
+                touched
+            }
             Happened::Ask(Ask::Demand(report, arrived, answer)) => {
                 self.take_demand(&report, arrived, answer, now)
             }

@@ -1,15 +1,53 @@
-//! The operator on the embedded store, with tests in the place of agents and routers.
+//! The operator, with tests in the place of agents and routers: on the embedded store, and on a real Kubernetes API server
+//! where its programs are built.
 #![expect(clippy::unwrap_used, reason = "a failed test is what they are for")]
 
 mod cluster;
+#[path = "../../crates/store/tests/contract/cluster.rs"]
+mod real;
 
 use cluster::{Cluster, SOURCE_MISSING};
 use pilotlight_api::conditions::ConditionStatus;
 use pilotlight_api::{ConditionKind, Hold, ModelPhase, Reason, ReplicaPhase};
 
-#[tokio::test]
-async fn life_of_a_model() {
-    let cluster = Cluster::start().await;
+macro_rules! stories {
+    (everywhere: $($story:ident),* ; on_kubernetes: $($only:ident),* $(,)?) => {
+        mod embedded {
+            $(#[tokio::test] async fn $story() { super::$story(super::Cluster::start().await).await; })*
+        }
+        mod kubernetes {
+            $(#[tokio::test] async fn $story() {
+                let Some(real) = super::real::Cluster::turn().await else { return };
+                super::$story(super::Cluster::start_on(real).await).await;
+            })*
+            $(#[tokio::test] async fn $only() {
+                let Some(real) = super::real::Cluster::turn().await else { return };
+                super::$only(super::Cluster::start_on(real).await).await;
+            })*
+        }
+    };
+}
+
+stories! {
+    everywhere:
+    life_of_a_model,
+    a_wake_that_comes_before_its_model_is_known_is_not_lost,
+    two_models_take_turns_in_one_small_pool,
+    a_bad_source_is_told_and_recovers,
+    a_model_that_never_fits_is_refused_with_both_sizes,
+    a_lost_node_is_left_and_a_new_one_taken,
+    a_restart_in_the_middle_goes_on,
+    explain_says_where_and_why_not,
+    two_operators_do_no_harm,
+    one_leads_and_the_other_takes_over,
+    the_http_face_wakes_and_explains;
+    on_kubernetes:
+    a_cordoned_machine_is_emptied_and_taken_again,
+    a_machine_that_goes_takes_its_node_along,
+    a_selector_asks_for_the_machines_labels,
+}
+
+async fn life_of_a_model(cluster: Cluster) {
     cluster.node("n1", "2GiB").await;
     cluster.model("a", |spec| spec.scaling.idle_seconds = 60).await;
 
@@ -64,9 +102,7 @@ async fn life_of_a_model() {
     cluster.stop().await;
 }
 
-#[tokio::test]
-async fn a_wake_that_comes_before_its_model_is_known_is_not_lost() {
-    let cluster = Cluster::start().await;
+async fn a_wake_that_comes_before_its_model_is_known_is_not_lost(cluster: Cluster) {
     cluster.node("n1", "2GiB").await;
     let refused = cluster.demand("a", 0, 1).await;
     assert!(refused.len() == 1 && refused[0].retry, "{refused:?}");
@@ -77,9 +113,7 @@ async fn a_wake_that_comes_before_its_model_is_known_is_not_lost() {
     cluster.stop().await;
 }
 
-#[tokio::test]
-async fn two_models_take_turns_in_one_small_pool() {
-    let cluster = Cluster::start().await;
+async fn two_models_take_turns_in_one_small_pool(cluster: Cluster) {
     cluster.node("n1", "1GiB").await;
     for name in ["a", "b"] {
         cluster.model(name, |_| {}).await;
@@ -105,9 +139,7 @@ async fn two_models_take_turns_in_one_small_pool() {
     cluster.stop().await;
 }
 
-#[tokio::test]
-async fn a_bad_source_is_told_and_recovers() {
-    let cluster = Cluster::start().await;
+async fn a_bad_source_is_told_and_recovers(cluster: Cluster) {
     cluster.node("n1", "2GiB").await;
     cluster.model("a", |_| {}).await;
     let order = cluster.ordered("a", "n1", Hold::Disk).await;
@@ -136,9 +168,7 @@ async fn a_bad_source_is_told_and_recovers() {
     cluster.stop().await;
 }
 
-#[tokio::test]
-async fn a_model_that_never_fits_is_refused_with_both_sizes() {
-    let cluster = Cluster::start().await;
+async fn a_model_that_never_fits_is_refused_with_both_sizes(cluster: Cluster) {
     cluster.node("n1", "1GiB").await;
     cluster.model("a", |_| {}).await;
     let order = cluster.ordered("a", "n1", Hold::Disk).await;
@@ -153,9 +183,7 @@ async fn a_model_that_never_fits_is_refused_with_both_sizes() {
     cluster.stop().await;
 }
 
-#[tokio::test]
-async fn a_lost_node_is_left_and_a_new_one_taken() {
-    let cluster = Cluster::start().await;
+async fn a_lost_node_is_left_and_a_new_one_taken(cluster: Cluster) {
     cluster.node("n1", "2GiB").await;
     cluster.lease("n1").await;
     cluster.model("a", |_| {}).await;
@@ -175,9 +203,8 @@ async fn a_lost_node_is_left_and_a_new_one_taken() {
     cluster.stop().await;
 }
 
-#[tokio::test]
-async fn a_restart_in_the_middle_goes_on() {
-    let mut cluster = Cluster::start().await;
+async fn a_restart_in_the_middle_goes_on(cluster: Cluster) {
+    let mut cluster = cluster;
     cluster.node("n1", "2GiB").await;
     cluster.model("a", |spec| spec.scaling.idle_seconds = 60).await;
     let order = cluster.ordered("a", "n1", Hold::Disk).await;
@@ -205,9 +232,7 @@ async fn a_restart_in_the_middle_goes_on() {
     cluster.stop().await;
 }
 
-#[tokio::test]
-async fn explain_says_where_and_why_not() {
-    let cluster = Cluster::start().await;
+async fn explain_says_where_and_why_not(cluster: Cluster) {
     cluster.node("n1", "2GiB").await;
     cluster.node("n2", "64MiB").await;
     cluster.model("a", |_| {}).await;
@@ -223,9 +248,7 @@ async fn explain_says_where_and_why_not() {
     cluster.stop().await;
 }
 
-#[tokio::test]
-async fn two_operators_do_no_harm() {
-    let cluster = Cluster::start().await;
+async fn two_operators_do_no_harm(cluster: Cluster) {
     let (second, stop, task) = cluster.another_operator();
     cluster.node("n1", "2GiB").await;
     cluster.model("a", |_| {}).await;
@@ -245,9 +268,8 @@ async fn two_operators_do_no_harm() {
     cluster.stop().await;
 }
 
-#[tokio::test]
-async fn one_leads_and_the_other_takes_over() {
-    let mut cluster = Cluster::start().await;
+async fn one_leads_and_the_other_takes_over(cluster: Cluster) {
+    let mut cluster = cluster;
     cluster.without_operator().await;
     let (first, stop_first, first_task) = cluster.candidate("first");
     cluster.lease_holder("first").await;
@@ -273,11 +295,9 @@ async fn one_leads_and_the_other_takes_over() {
     cluster.stop().await;
 }
 
-#[tokio::test]
-async fn the_http_face_wakes_and_explains() {
+async fn the_http_face_wakes_and_explains(cluster: Cluster) {
     use http_body_util::BodyExt as _;
     use tower::ServiceExt as _;
-    let cluster = Cluster::start().await;
     cluster.node("n1", "2GiB").await;
     cluster.model("a", |_| {}).await;
     let order = cluster.ordered("a", "n1", Hold::Disk).await;
@@ -302,5 +322,71 @@ async fn the_http_face_wakes_and_explains() {
     assert_eq!(ask("GET", "/operator/v1/explain/default/b", String::new()).await.0, 404);
     assert_eq!(ask("GET", "/operator/v1/explain/default/B", String::new()).await.0, 400);
     assert!(matches!(ask("POST", "/operator/v1/demand", "{".into()).await.0, 400 | 422));
+    cluster.stop().await;
+}
+
+/// Ready on n1, with n2 beside it.
+async fn ready_on_n1(cluster: &Cluster) {
+    cluster.machine("n1", "");
+    cluster.machine("n2", "");
+    cluster.node("n1", "2GiB").await;
+    cluster.model("a", |_| {}).await;
+    let order = cluster.ordered("a", "n1", Hold::Disk).await;
+    cluster.agent_ready(&order, "100MB").await;
+    cluster.demand("a", 1, 1).await;
+    cluster.agent_ready(&cluster.ordered("a", "n1", Hold::Host).await, "100MB").await;
+    cluster.phase("a", ModelPhase::Ready).await;
+    cluster.node("n2", "2GiB").await;
+}
+
+async fn a_cordoned_machine_is_emptied_and_taken_again(cluster: Cluster) {
+    ready_on_n1(&cluster).await;
+    cluster.kubectl(&["cordon", "n1"]);
+    // A replacement comes first; what leaves serves until it is there.
+    let there = cluster.ordered("a", "n2", Hold::Host).await;
+    assert_eq!(cluster.replica("a", "n1").await.spec.drain_deadline, None);
+    cluster.agent_ready(&there, "100MB").await;
+    let left = cluster.ordered("a", "n1", Hold::Disk).await;
+    assert!(left.spec.drain_deadline.is_some(), "sessions move before it: {left:?}");
+    cluster.agent_ready(&left, "100MB").await;
+    cluster.phase("a", ModelPhase::Ready).await;
+    // Back again, while the other one is to be shut down.
+    cluster.kubectl(&["uncordon", "n1"]);
+    cluster.kubectl(&["taint", "node", "n2", "karpenter.sh/disrupted=:NoSchedule"]);
+    let back = cluster.ordered("a", "n1", Hold::Host).await;
+    cluster.agent_ready(&back, "100MB").await;
+    cluster.ordered("a", "n2", Hold::Disk).await;
+    cluster.stop().await;
+}
+
+async fn a_machine_that_goes_takes_its_node_along(cluster: Cluster) {
+    ready_on_n1(&cluster).await;
+    cluster.own_by_machine("n1").await;
+    cluster.kubectl(&["delete", "node", "n1"]);
+    cluster.no_replica("a", "n1").await;
+    let there = cluster.ordered("a", "n2", Hold::Host).await;
+    cluster.agent_ready(&there, "100MB").await;
+    cluster.phase("a", ModelPhase::Ready).await;
+    cluster.stop().await;
+}
+
+async fn a_selector_asks_for_the_machines_labels(cluster: Cluster) {
+    cluster.machine("n1", "");
+    cluster.node("n1", "2GiB").await;
+    cluster
+        .model("a", |spec| {
+            spec.resources.placement.node_selector = [("zone".to_owned(), "b".to_owned())].into();
+        })
+        .await;
+    let refused = cluster.condition("a", ConditionKind::Placed, ConditionStatus::False).await;
+    let placed =
+        refused.status.unwrap().conditions.into_iter().find(|c| c.kind == ConditionKind::Placed).unwrap();
+    assert_eq!(placed.reason, Reason::NoMatchingNode, "{}", placed.message);
+    cluster.told("a", "PlacementFailed").await;
+    // The cause goes: no new object, only a label.
+    cluster.kubectl(&["label", "node", "n1", "zone=b"]);
+    let order = cluster.ordered("a", "n1", Hold::Disk).await;
+    cluster.agent_ready(&order, "100MB").await;
+    cluster.phase("a", ModelPhase::Idle).await;
     cluster.stop().await;
 }

@@ -17,11 +17,14 @@ pub enum Kind {
     Lease,
     /// What happened, for people.
     Event,
+    /// A machine of a Kubernetes cluster; read only, and there is none in an embedded store.
+    Node,
 }
 
 impl Kind {
     /// Every kind.
-    pub const ALL: [Kind; 5] = [Kind::Model, Kind::ModelReplica, Kind::ModelNode, Kind::Lease, Kind::Event];
+    pub const ALL: [Kind; 6] =
+        [Kind::Model, Kind::ModelReplica, Kind::ModelNode, Kind::Lease, Kind::Event, Kind::Node];
 
     /// As in `kind:`.
     pub const fn name(self) -> &'static str {
@@ -31,6 +34,7 @@ impl Kind {
             Kind::ModelNode => "ModelNode",
             Kind::Lease => "Lease",
             Kind::Event => "Event",
+            Kind::Node => "Node",
         }
     }
 
@@ -42,6 +46,7 @@ impl Kind {
             Kind::ModelNode => "ModelNodeList",
             Kind::Lease => "LeaseList",
             Kind::Event => "EventList",
+            Kind::Node => "NodeList",
         }
     }
 
@@ -53,6 +58,7 @@ impl Kind {
             Kind::ModelNode => "modelnodes",
             Kind::Lease => "leases",
             Kind::Event => "events",
+            Kind::Node => "nodes",
         }
     }
 
@@ -61,7 +67,7 @@ impl Kind {
         match self {
             Kind::Model | Kind::ModelReplica | Kind::ModelNode => pilotlight_api::GROUP,
             Kind::Lease => "coordination.k8s.io",
-            Kind::Event => "",
+            Kind::Event | Kind::Node => "",
         }
     }
 
@@ -70,13 +76,13 @@ impl Kind {
         match self {
             Kind::Model | Kind::ModelReplica | Kind::ModelNode => "pilotlight.dev/v1alpha1",
             Kind::Lease => "coordination.k8s.io/v1",
-            Kind::Event => "v1",
+            Kind::Event | Kind::Node => "v1",
         }
     }
 
     /// Whether its objects live in namespaces.
     pub const fn namespaced(self) -> bool {
-        !matches!(self, Kind::ModelNode)
+        !matches!(self, Kind::ModelNode | Kind::Node)
     }
 
     /// Whether its status is written apart from its spec.

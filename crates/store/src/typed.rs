@@ -3,7 +3,7 @@
 use futures::stream::BoxStream;
 use futures::{StreamExt as _, TryStreamExt as _};
 use k8s_openapi::api::coordination::v1::Lease;
-use k8s_openapi::api::core::v1::Event;
+use k8s_openapi::api::core::v1::{Event, Node};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use pilotlight_api::{Model, ModelNode, ModelReplica};
 use serde::Serialize;
@@ -37,7 +37,7 @@ macro_rules! stored {
         }
     )*};
 }
-stored!(Model, ModelReplica, ModelNode, Lease, Event);
+stored!(Model, ModelReplica, ModelNode, Lease, Event, Node);
 
 /// [`Listed`](crate::Listed) in Rust types.
 #[derive(Clone, Debug)]

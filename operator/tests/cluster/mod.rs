@@ -1,5 +1,5 @@
-//! A cluster in a few words: the embedded store in a folder that goes away, a clock moved by hand, an operator, and
-//! verbs for what people, agents and routers do.
+//! A cluster in a few words: the embedded store in a folder that goes away or a real API server, a clock moved by hand, an
+//! operator, and verbs for what people, agents and routers do.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -27,16 +27,21 @@ use tokio::task::JoinHandle;
 
 pub(crate) const SOURCE_MISSING: &str = "file:///models/a: no such folder; is the path right?";
 
-/// Longest wait for anything; only a failing test waits so long.
-const PATIENCE: Duration = Duration::from_secs(20);
+/// Longest wait for anything; only a failing test waits so long, and one for Kubernetes' garbage collector.
+const PATIENCE: Duration = Duration::from_secs(90);
 
 pub(crate) struct Cluster {
-    _dir: tempfile::TempDir,
-    store: Arc<EmbeddedStore>,
+    behind: Behind,
+    store: Arc<dyn ClusterStore>,
     clock: Arc<ManualClock>,
     handle: Handle,
     stop: Stop,
     task: JoinHandle<()>,
+}
+
+enum Behind {
+    Embedded { store: EmbeddedStore, _dir: tempfile::TempDir },
+    Real(crate::real::Cluster),
 }
 
 pub(crate) fn report(models: &[(&str, u32, u32)]) -> DemandReport {
@@ -50,29 +55,45 @@ pub(crate) fn report(models: &[(&str, u32, u32)]) -> DemandReport {
     DemandReport { router: "router".into(), models: models.collect() }
 }
 
-fn start(store: &Arc<EmbeddedStore>, clock: &Arc<ManualClock>) -> (Handle, Stop, JoinHandle<()>) {
+fn start(store: &Arc<dyn ClusterStore>, clock: &Arc<ManualClock>) -> (Handle, Stop, JoinHandle<()>) {
     start_as(store, clock, Config::single())
 }
 
 fn start_as(
-    store: &Arc<EmbeddedStore>,
+    store: &Arc<dyn ClusterStore>,
     clock: &Arc<ManualClock>,
     config: Config,
 ) -> (Handle, Stop, JoinHandle<()>) {
-    let store: Arc<dyn ClusterStore> = store.clone();
-    let operator = Operator::new(store, clock.clone(), config, &prometheus::Registry::new()).unwrap();
+    let operator = Operator::new(store.clone(), clock.clone(), config, &prometheus::Registry::new()).unwrap();
     let (handle, stop) = (operator.handle(), Stop::new());
     let task = tokio::spawn(operator.run(stop.clone()));
     (handle, stop, task)
 }
 
+fn clock() -> Arc<ManualClock> {
+    Arc::new(ManualClock::new(Timestamp::from_micros(1_800_000_000_000_000)))
+}
+
 impl Cluster {
     pub(crate) async fn start() -> Cluster {
         let dir = tempfile::tempdir().unwrap();
-        let clock = Arc::new(ManualClock::new(Timestamp::from_micros(1_800_000_000_000_000)));
-        let store = Arc::new(EmbeddedStore::open(dir.path(), clock.clone()).await.unwrap());
+        let clock = clock();
+        let store = EmbeddedStore::open(dir.path(), clock.clone()).await.unwrap();
+        Self::with(Arc::new(store.clone()), clock, Behind::Embedded { store, _dir: dir }).await
+    }
+
+    pub(crate) async fn start_on(real: crate::real::Cluster) -> Cluster {
+        for (what, namespace) in [("events", "default"), ("leases", LEASE_NAMESPACE), ("leases", "system")] {
+            real.kubectl.ok(&["delete", what, "--all", "-n", namespace]);
+        }
+        real.kubectl.ok(&["delete", "nodes", "--all"]);
+        let store = real.client("pilotlight-operator").await;
+        Self::with(Arc::new(store), clock(), Behind::Real(real)).await
+    }
+
+    async fn with(store: Arc<dyn ClusterStore>, clock: Arc<ManualClock>, behind: Behind) -> Cluster {
         let (handle, stop, task) = start(&store, &clock);
-        let cluster = Cluster { _dir: dir, store, clock, handle, stop, task };
+        let cluster = Cluster { behind, store, clock, handle, stop, task };
         cluster.ready().await;
         cluster
     }
@@ -119,7 +140,9 @@ impl Cluster {
     pub(crate) async fn stop(self) {
         self.stop.stop();
         self.task.await.unwrap();
-        self.store.close().await;
+        if let Behind::Embedded { store, .. } = self.behind {
+            store.close().await;
+        }
     }
 
     pub(crate) fn handle(&self) -> &Handle {
@@ -145,6 +168,39 @@ impl Cluster {
 
     pub(crate) async fn delete(&self, name: &str) {
         self.store.delete::<Model>("default", name).await.unwrap();
+    }
+
+    // Kubernetes.
+
+    pub(crate) fn kubectl(&self, args: &[&str]) -> String {
+        match &self.behind {
+            Behind::Real(real) => real.kubectl.ok(args),
+            Behind::Embedded { .. } => panic!("a story for Kubernetes only"),
+        }
+    }
+
+    /// A Node of Kubernetes, with labels as `a: b`.
+    pub(crate) fn machine(&self, name: &str, labels: &str) {
+        let Behind::Real(real) = &self.behind else { return };
+        real.kubectl.apply(&format!(
+            "{{apiVersion: v1, kind: Node, metadata: {{name: {name}, labels: {{{labels}}}}}}}"
+        ));
+    }
+
+    /// As an agent registers itself.
+    pub(crate) async fn own_by_machine(&self, name: &str) {
+        let machine = self.store.get::<k8s_openapi::api::core::v1::Node>("", name).await.unwrap();
+        let owner = serde_json::json!({ "apiVersion": "v1", "kind": "Node", "name": name, "uid": machine.metadata.uid });
+        let patch = serde_json::json!({ "metadata": { "ownerReferences": [owner] } });
+        self.store.merge::<ModelNode>("", name, patch).await.unwrap();
+    }
+
+    /// An event with this reason about a Model.
+    pub(crate) async fn told(&self, name: &str, reason: &str) {
+        let about = |event: &&Event| {
+            event.involved_object.name.as_deref() == Some(name) && event.reason.as_deref() == Some(reason)
+        };
+        self.until(reason, |all: &[Event]| all.iter().find(about).map(|_| ())).await;
     }
 
     // Agents.

@@ -45,12 +45,13 @@ pub(super) fn envelope(key: &ObjectRef, object: &mut Value) -> Result<(), StoreE
 
 /// Types and rules.
 pub(super) fn check(key: &ObjectRef, object: &Value) -> Result<(), StoreError> {
-    use k8s_openapi::api::{coordination::v1::Lease, core::v1::Event};
+    use k8s_openapi::api::{coordination::v1::Lease, core::v1::Event, core::v1::Node};
     use serde::Deserialize as _;
     let mut causes = validate::object(key.kind.name(), object);
     let misread = match key.kind {
         Kind::Lease => Lease::deserialize(object).err(),
         Kind::Event => Event::deserialize(object).err(),
+        Kind::Node => Node::deserialize(object).err(),
         Kind::Model | Kind::ModelReplica | Kind::ModelNode => None,
     };
     causes.extend(misread.map(|error| FieldError::new("", error.to_string())));

@@ -67,6 +67,7 @@ fn resources(api_version: &str) -> Vec<Value> {
             Kind::ModelReplica => (&["mr"], &["pilotlight"]),
             Kind::ModelNode => (&["mn"], &["pilotlight"]),
             Kind::Event => (&["ev"], &[]),
+            Kind::Node => (&["no"], &[]),
             Kind::Lease => (&[], &[]),
         };
         resources.push(json!({
