@@ -72,84 +72,18 @@ fn model(name: &str) -> Value {
         "spec": { "source": { "uri": "file:///models/a" } } })
 }
 
-#[tokio::test]
-async fn every_refusal_is_a_status_that_says_why() {
-    let world = World::new().await;
-    let one = format!("{MODELS}/a");
-    let json_type = "application/json";
-    let apply = "application/apply-patch+yaml";
-    let huge = format!("{{\"x\":\"{}\"}}", "x".repeat(face::BODY_BYTES_MAX));
-    let orphan = format!("{MODELS}/taken?propagationPolicy=Orphan");
-    let mut bad = model("a");
-    bad["spec"]["source"] = json!({ "ur": "file:///a" });
-    let created = world.ask("POST", MODELS, json_type, model("taken").to_string()).await;
-    assert_eq!(created.0, 201);
-    let cases: Vec<(&str, &str, &str, String, u16, &str, &str)> = vec![
-        ("GET", &one, "", String::new(), 404, "NotFound", "Model default/a not found"),
-        ("GET", "/apis/pilotlight.dev/v2/models", "", String::new(), 404, "NotFound", "nothing at"),
-        ("GET", "/apis/apps/v1", "", String::new(), 404, "NotFound", "nothing at /apis/apps/v1"),
-        ("GET", "/openapi/v2", "", String::new(), 404, "NotFound", "nothing at"),
-        ("GET", "/api/v1/namespaces/%ff/events", "", String::new(), 404, "NotFound", "nothing at"),
-        ("POST", &one, json_type, "{}".into(), 405, "MethodNotAllowed", "POST is not supported at"),
-        ("DELETE", MODELS, "", String::new(), 405, "MethodNotAllowed", "DELETE is not supported"),
-        ("POST", MODELS, json_type, "{".into(), 400, "BadRequest", "the body is not JSON: EOF"),
-        ("POST", MODELS, json_type, "[]".into(), 400, "BadRequest", "not an object"),
-        ("POST", MODELS, json_type, "a: [".into(), 400, "BadRequest", "neither JSON nor YAML"),
-        ("POST", MODELS, "text/plain", "{}".into(), 415, "UnsupportedMediaType", "`text/plain`"),
-        ("POST", MODELS, "", model("a").to_string(), 415, "UnsupportedMediaType", "send application/json"),
-        (
-            "PATCH",
-            &one,
-            "application/json-patch+json",
-            "[]".into(),
-            415,
-            "UnsupportedMediaType",
-            "json-patch",
-        ),
-        ("POST", MODELS, json_type, huge, 413, "RequestEntityTooLarge", "at most 3145728 bytes"),
-        ("POST", MODELS, json_type, model("taken").to_string(), 409, "AlreadyExists", "already exists"),
-        ("POST", MODELS, json_type, bad.to_string(), 422, "Invalid", "did you mean `uri`?"),
-        ("PATCH", &one, apply, model("a").to_string(), 400, "BadRequest", "needs a fieldManager"),
-        ("PUT", &one, json_type, model("b").to_string(), 400, "BadRequest", "metadata.name is \"b\""),
-        ("PUT", &one, json_type, model("a").to_string(), 404, "NotFound", "not found"),
-        (
-            "GET",
-            "/apis/pilotlight.dev/v1alpha1/models?labelSelector=a!=b",
-            "",
-            String::new(),
-            400,
-            "BadRequest",
-            "labelSelector",
-        ),
-        (
-            "GET",
-            "/apis/pilotlight.dev/v1alpha1/models?watch=1&resourceVersion=x",
-            "",
-            String::new(),
-            400,
-            "BadRequest",
-            "not a version",
-        ),
-        (
-            "GET",
-            "/apis/pilotlight.dev/v1alpha1/models?watch=1&resourceVersion=1",
-            "",
-            String::new(),
-            410,
-            "Expired",
-            "not remembered",
-        ),
-        (
-            "GET",
-            "/apis/pilotlight.dev/v1alpha1/models?watch=1&sendInitialEvents=true",
-            "",
-            String::new(),
-            422,
-            "Invalid",
-            "list, then watch",
-        ),
-        ("DELETE", &orphan, "", String::new(), 400, "BadRequest", "Orphan is not supported"),
-    ];
+/// Method, path, content type and body; status, reason, and words of the message.
+type Refusal<'a> = (&'a str, &'a str, &'a str, String, u16, &'a str, &'a str);
+
+const JSON: &str = "application/json";
+
+/// One without a body.
+fn bare<'a>(method: &'a str, path: &'a str, code: u16, reason: &'a str, says: &'a str) -> Refusal<'a> {
+    (method, path, "", String::new(), code, reason, says)
+}
+
+/// Every refusal is a Status that says why.
+async fn refused(world: &World, cases: Vec<Refusal<'_>>) {
     for (method, path, kind, body, code, reason, says) in cases {
         let (got, status) = world.ask(method, path, kind, body).await;
         let message = status["message"].as_str().unwrap_or_default();
@@ -160,21 +94,81 @@ async fn every_refusal_is_a_status_that_says_why() {
         );
         assert_eq!(status["status"], "Failure");
     }
+}
+
+#[tokio::test]
+async fn paths_and_methods_that_are_not_there_are_refused() {
+    let world = World::new().await;
+    let one = format!("{MODELS}/a");
+    let orphan = format!("{MODELS}/a?propagationPolicy=Orphan");
+    refused(
+        &world,
+        vec![
+            bare("GET", &one, 404, "NotFound", "Model default/a not found"),
+            bare("GET", "/apis/pilotlight.dev/v2/models", 404, "NotFound", "nothing at"),
+            bare("GET", "/apis/apps/v1", 404, "NotFound", "nothing at /apis/apps/v1"),
+            bare("GET", "/openapi/v2", 404, "NotFound", "nothing at"),
+            bare("GET", "/api/v1/namespaces/%ff/events", 404, "NotFound", "nothing at"),
+            ("POST", &one, JSON, "{}".into(), 405, "MethodNotAllowed", "POST is not supported at"),
+            bare("DELETE", MODELS, 405, "MethodNotAllowed", "DELETE is not supported"),
+            bare("DELETE", &orphan, 400, "BadRequest", "Orphan is not supported"),
+        ],
+    )
+    .await;
+}
+
+#[tokio::test]
+async fn queries_that_cannot_be_answered_are_refused() {
+    let world = World::new().await;
+    let path = |query: &str| format!("/apis/pilotlight.dev/v1alpha1/models?{query}");
+    // The history begins after the first write.
+    world.ask("POST", MODELS, JSON, model("taken").to_string()).await;
+    for (query, code, reason, says) in [
+        ("labelSelector=a!=b", 400, "BadRequest", "labelSelector"),
+        ("watch=1&resourceVersion=x", 400, "BadRequest", "not a version"),
+        ("watch=1&resourceVersion=1", 410, "Expired", "not remembered"),
+        ("watch=1&sendInitialEvents=true", 422, "Invalid", "list, then watch"),
+    ] {
+        refused(&world, vec![bare("GET", &path(query), code, reason, says)]).await;
+    }
+}
+
+#[tokio::test]
+async fn bodies_that_cannot_be_taken_are_refused() {
+    let world = World::new().await;
+    let one = format!("{MODELS}/a");
+    let apply = "application/apply-patch+yaml";
+    let patch = "application/json-patch+json";
+    let huge = format!("{{\"x\":\"{}\"}}", "x".repeat(face::BODY_BYTES_MAX));
+    let mut bad = model("a");
+    bad["spec"]["source"] = json!({ "ur": "file:///a" });
     let mut other_kind = model("a");
     other_kind["kind"] = "Deployment".into();
-    let (code, status) = world.ask("POST", MODELS, json_type, other_kind.to_string()).await;
-    assert!(
-        code == 400 && status["message"].as_str().unwrap().contains("`kind` is \"Deployment\""),
-        "{status}"
-    );
-    let (_, status) = world.ask("POST", MODELS, json_type, bad.to_string()).await;
-    assert!(
-        status["details"]["causes"]
-            .as_array()
-            .unwrap()
-            .iter()
-            .any(|cause| cause["field"] == "spec.source.ur")
-    );
+    let created = world.ask("POST", MODELS, JSON, model("taken").to_string()).await;
+    assert_eq!(created.0, 201);
+    let (a, b, taken) = (model("a").to_string(), model("b").to_string(), model("taken").to_string());
+    refused(
+        &world,
+        vec![
+            ("POST", MODELS, JSON, "{".into(), 400, "BadRequest", "the body is not JSON: EOF"),
+            ("POST", MODELS, JSON, "[]".into(), 400, "BadRequest", "not an object"),
+            ("POST", MODELS, JSON, "a: [".into(), 400, "BadRequest", "neither JSON nor YAML"),
+            ("POST", MODELS, "text/plain", "{}".into(), 415, "UnsupportedMediaType", "`text/plain`"),
+            ("POST", MODELS, "", a.clone(), 415, "UnsupportedMediaType", "send application/json"),
+            ("PATCH", &one, patch, "[]".into(), 415, "UnsupportedMediaType", "json-patch"),
+            ("POST", MODELS, JSON, huge, 413, "RequestEntityTooLarge", "at most 3145728 bytes"),
+            ("POST", MODELS, JSON, taken, 409, "AlreadyExists", "already exists"),
+            ("POST", MODELS, JSON, bad.to_string(), 422, "Invalid", "did you mean `uri`?"),
+            ("POST", MODELS, JSON, other_kind.to_string(), 400, "BadRequest", "`kind` is \"Deployment\""),
+            ("PATCH", &one, apply, a.clone(), 400, "BadRequest", "needs a fieldManager"),
+            ("PUT", &one, JSON, b, 400, "BadRequest", "metadata.name is \"b\""),
+            ("PUT", &one, JSON, a, 404, "NotFound", "not found"),
+        ],
+    )
+    .await;
+    let (_, status) = world.ask("POST", MODELS, JSON, bad.to_string()).await;
+    let causes = status["details"]["causes"].as_array().unwrap();
+    assert!(causes.iter().any(|cause| cause["field"] == "spec.source.ur"), "{status}");
 }
 
 #[tokio::test]

@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use super::state::{Context, Mutation, Op, State};
+use super::state::{Context, Done, Mutation, Op, State};
 use super::{EmbeddedStore, OpenError};
 use crate::{ClusterStore as _, DeleteOptions, Filter, Kind, ObjectRef, StoreError, Version};
 
@@ -129,98 +129,118 @@ fn context(manager: u8, dry_run: bool) -> Context {
     }
 }
 
-/// Carries a step out on both.
-fn carry_out(state: &mut State, simple: &mut Simplest, step: &Step, log: &mut Vec<Mutation>) {
-    let kind = Kind::Model;
-    let stored = |state: &State, name: u8| state.objects.get(&target(name)).cloned();
-    let mut run = |state: &mut State, op: Op, manager: u8| state.execute(op, &context(manager, false), log);
-    match *step {
-        Step::Create { name, priority } => {
-            let made = run(state, Op::Create { kind, object: object(name, priority) }, 0);
-            assert_eq!(made.is_ok(), !simple.objects.contains_key(&name));
-            if made.is_ok() {
-                simple.make(name, priority);
+/// The store and the simple model, which do the same.
+struct Both<'a> {
+    state: &'a mut State,
+    simple: &'a mut Simplest,
+    log: &'a mut Vec<Mutation>,
+}
+
+impl Both<'_> {
+    fn run(&mut self, op: Op, manager: u8) -> Result<Done, StoreError> {
+        self.state.execute(op, &context(manager, false), self.log)
+    }
+
+    fn is_there(&self, name: u8) -> bool {
+        self.simple.objects.contains_key(&name)
+    }
+
+    /// Carries a step out on both.
+    fn carry_out(&mut self, step: &Step) {
+        let kind = Kind::Model;
+        match *step {
+            Step::Create { name, priority } => {
+                let made = self.run(Op::Create { kind, object: object(name, priority) }, 0);
+                assert_eq!(made.is_ok(), !self.is_there(name));
+                if made.is_ok() {
+                    self.simple.make(name, priority);
+                }
+            }
+            Step::Apply { name, priority, label, manager } => self.apply(name, priority, label, manager),
+            Step::Merge { name, priority, stale } => self.merge(name, priority, stale),
+            Step::Status { name, ready } => {
+                let status =
+                    json!({ "metadata": { "name": name_of(name) }, "status": { "readyReplicas": ready } });
+                let written = self.run(Op::ReplaceStatus { kind, object: status }, 0);
+                assert_eq!(written.is_ok(), self.is_there(name));
+                if let Some(object) = self.simple.objects.get_mut(&name) {
+                    object.ready = Some(ready);
+                }
+            }
+            Step::Own { name, owner } => self.own(name, owner),
+            Step::Finalizer { name, present } => self.finalizer(name, present),
+            Step::Delete { name } => {
+                let op = Op::Delete { target: target(name), options: DeleteOptions::default() };
+                assert_eq!(self.run(op, 0).is_ok(), self.is_there(name));
+                self.simple.end(name);
+            }
+            Step::Refused { name } => {
+                let mut bad = object(name, 1);
+                bad["spec"]["scaling"] = json!({ "minReplicas": 5 });
+                let refused = self.run(Op::Apply { kind, object: bad }, 0);
+                assert!(matches!(refused, Err(StoreError::Invalid { .. })));
+            }
+            Step::DryRun { name } => {
+                let op = Op::Delete { target: target(name), options: DeleteOptions::default() };
+                let done = self.state.execute(op, &context(0, true), self.log);
+                assert_eq!(done.is_ok(), self.is_there(name));
             }
         }
-        Step::Apply { name, priority, label, manager } => {
-            let mut applied = object(name, priority);
-            if let Some(label) = label {
-                applied["metadata"]["labels"] = json!({ format!("l{label}"): "x" });
-            }
-            run(state, Op::Apply { kind, object: applied }, manager).unwrap();
-            if simple.objects.contains_key(&name) {
-                simple.change(name, priority);
-            } else {
-                simple.make(name, priority);
-            }
-            let (by, labels) =
-                (format!("manager-{manager}"), &mut simple.objects.get_mut(&name).unwrap().labels);
-            labels.values_mut().for_each(|managers| managers.retain(|each| *each != by));
-            if let Some(label) = label {
-                labels.entry(format!("l{label}")).or_default().push(by);
-            }
-            labels.retain(|_, managers| !managers.is_empty());
+    }
+
+    fn apply(&mut self, name: u8, priority: u8, label: Option<u8>, manager: u8) {
+        let mut applied = object(name, priority);
+        if let Some(label) = label {
+            applied["metadata"]["labels"] = json!({ format!("l{label}"): "x" });
         }
-        Step::Merge { name, priority, stale } => {
-            let version = if stale { json!("1") } else { Value::Null };
-            let patch =
-                json!({ "metadata": { "resourceVersion": version }, "spec": { "priority": priority } });
-            let merged = run(state, Op::Merge { target: target(name), patch }, 0);
-            match merged {
-                Ok(_) => simple.change(name, priority),
-                Err(StoreError::Conflict { .. }) => assert!(stale && simple.objects.contains_key(&name)),
-                Err(error) => assert!(error.is_not_found() && !simple.objects.contains_key(&name), "{error}"),
-            }
+        self.run(Op::Apply { kind: Kind::Model, object: applied }, manager).unwrap();
+        if self.is_there(name) {
+            self.simple.change(name, priority);
+        } else {
+            self.simple.make(name, priority);
         }
-        Step::Status { name, ready } => {
-            let status =
-                json!({ "metadata": { "name": name_of(name) }, "status": { "readyReplicas": ready } });
-            let written = run(state, Op::ReplaceStatus { kind, object: status }, 0);
-            assert_eq!(written.is_ok(), simple.objects.contains_key(&name));
-            if let Some(object) = simple.objects.get_mut(&name) {
-                object.ready = Some(ready);
-            }
+        let labels = &mut self.simple.objects.get_mut(&name).unwrap().labels;
+        let by = format!("manager-{manager}");
+        labels.values_mut().for_each(|managers| managers.retain(|each| *each != by));
+        if let Some(label) = label {
+            labels.entry(format!("l{label}")).or_default().push(by);
         }
-        Step::Own { name, owner } => {
-            let (Some(_), Some(by)) = (stored(state, name), stored(state, owner)) else { return };
-            let reference = json!([{ "apiVersion": kind.api_version(), "kind": "Model", "name": name_of(owner),
-                "uid": by["metadata"]["uid"] }]);
-            let patch = json!({ "metadata": { "ownerReferences": reference } });
-            run(state, Op::Merge { target: target(name), patch }, 0).unwrap();
-            let life = simple.objects[&owner].life;
-            simple.objects.get_mut(&name).unwrap().owner = Some((owner, life));
+        labels.retain(|_, managers| !managers.is_empty());
+    }
+
+    fn merge(&mut self, name: u8, priority: u8, stale: bool) {
+        let version = if stale { json!("1") } else { Value::Null };
+        let patch = json!({ "metadata": { "resourceVersion": version }, "spec": { "priority": priority } });
+        match self.run(Op::Merge { target: target(name), patch }, 0) {
+            Ok(_) => self.simple.change(name, priority),
+            Err(StoreError::Conflict { .. }) => assert!(stale && self.is_there(name)),
+            Err(error) => assert!(error.is_not_found() && !self.is_there(name), "{error}"),
         }
-        Step::Finalizer { name, present } => {
-            let patch =
-                json!({ "metadata": { "finalizers": if present { json!(["a/b"]) } else { Value::Null } } });
-            let patched = run(state, Op::Merge { target: target(name), patch }, 0);
-            let Some(object) = simple.objects.get_mut(&name) else {
-                assert!(patched.is_err());
-                return;
-            };
-            patched.unwrap();
-            object.held = present;
-            if object.dying && !present {
-                simple.end(name);
-            }
-        }
-        Step::Delete { name } => {
-            let op = Op::Delete { target: target(name), options: DeleteOptions::default() };
-            assert_eq!(run(state, op, 0).is_ok(), simple.objects.contains_key(&name));
-            simple.end(name);
-        }
-        Step::Refused { name } => {
-            let mut bad = object(name, 1);
-            bad["spec"]["scaling"] = json!({ "minReplicas": 5 });
-            assert!(matches!(
-                run(state, Op::Apply { kind, object: bad }, 0),
-                Err(StoreError::Invalid { .. })
-            ));
-        }
-        Step::DryRun { name } => {
-            let op = Op::Delete { target: target(name), options: DeleteOptions::default() };
-            let done = state.execute(op, &context(0, true), log);
-            assert_eq!(done.is_ok(), simple.objects.contains_key(&name));
+    }
+
+    fn own(&mut self, name: u8, owner: u8) {
+        let stored = |name: u8| self.state.objects.get(&target(name)).cloned();
+        let (Some(_), Some(by)) = (stored(name), stored(owner)) else { return };
+        let reference = json!([{ "apiVersion": Kind::Model.api_version(), "kind": "Model", "name": name_of(owner),
+            "uid": by["metadata"]["uid"] }]);
+        let patch = json!({ "metadata": { "ownerReferences": reference } });
+        self.run(Op::Merge { target: target(name), patch }, 0).unwrap();
+        let life = self.simple.objects[&owner].life;
+        self.simple.objects.get_mut(&name).unwrap().owner = Some((owner, life));
+    }
+
+    fn finalizer(&mut self, name: u8, present: bool) {
+        let patch =
+            json!({ "metadata": { "finalizers": if present { json!(["a/b"]) } else { Value::Null } } });
+        let patched = self.run(Op::Merge { target: target(name), patch }, 0);
+        let Some(object) = self.simple.objects.get_mut(&name) else {
+            assert!(patched.is_err());
+            return;
+        };
+        patched.unwrap();
+        object.held = present;
+        if object.dying && !present {
+            self.simple.end(name);
         }
     }
 }
@@ -265,7 +285,7 @@ proptest! {
         let mut version = 100;
         for step in &steps {
             let mut log = Vec::new();
-            carry_out(&mut state, &mut simple, step, &mut log);
+            Both { state: &mut state, simple: &mut simple, log: &mut log }.carry_out(step);
             prop_assert_eq!(simplified(&state, &simple), simple.objects.clone());
             // Whoever follows the mutations knows everything, and versions have no gaps.
             for mutation in log {
