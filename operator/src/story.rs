@@ -1,7 +1,7 @@
 //! The events of a Model, told from how its status changed.
 
 use pilotlight_api::conditions::ConditionStatus;
-use pilotlight_api::{ConditionKind, ModelPhase, ModelStatus};
+use pilotlight_api::{ConditionKind, ModelPhase, ModelStatus, Reason};
 
 /// One thing that happened.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -31,14 +31,27 @@ pub(crate) fn chapters(before: &ModelStatus, after: &ModelStatus) -> Vec<Chapter
     if before.phase != ModelPhase::Caching && after.phase == ModelPhase::Caching {
         tell(false, "DownloadStarted", "its bytes are on their way to the disk tier".into());
     }
+    if let Some(share) = quarter(before, after) {
+        tell(false, "DownloadProgress", format!("{share} % of its bytes are on the disk tier"));
+    }
     if let Some(message) = turned(ConditionKind::Cached, ConditionStatus::True) {
         tell(false, "Cached", message);
+    }
+    let placed = |status: &ModelStatus| {
+        status.conditions.iter().any(|c| c.kind == ConditionKind::Placed && c.reason == Reason::Placed)
+    };
+    if placed(after) && !placed(before) {
+        tell(false, "Placed", "every wanted replica has a node".into());
     }
     if let Some(message) = turned(ConditionKind::Placed, ConditionStatus::False) {
         tell(true, "PlacementFailed", message);
     }
     if let Some(message) = turned(ConditionKind::Progressing, ConditionStatus::False) {
         tell(true, "ProgressDeadlineExceeded", message);
+    }
+    let crash = after.last_failure.as_ref().filter(|failure| failure.reason == "WorkerCrashed");
+    if let Some(failure) = crash.filter(|_| before.last_failure != after.last_failure) {
+        tell(true, "WorkerCrashed", format!("on {}: {}", failure.node, failure.message));
     }
     if before.phase != after.phase {
         match after.phase {
@@ -65,8 +78,20 @@ pub(crate) fn chapters(before: &ModelStatus, after: &ModelStatus) -> Vec<Chapter
     told
 }
 
+/// The quarter of a download that was passed, in percent. A download that begins or ends has events of its own.
+fn quarter(before: &ModelStatus, after: &ModelStatus) -> Option<u64> {
+    let quarters = |status: &ModelStatus| {
+        let download = status.download.as_ref()?;
+        (download.bytes_done.saturating_mul(4)).checked_div(download.bytes_total)
+    };
+    let now = quarters(after)?;
+    (now > quarters(before).unwrap_or(0) && now < 4).then_some(now * 25)
+}
+
 #[cfg(test)]
 mod tests {
+    use pilotlight_api::model::{Download, LastFailure};
+
     use super::*;
 
     #[test]
@@ -84,5 +109,42 @@ mod tests {
         assert_eq!(told(&warming, &ready), ["Ready"]);
         assert_eq!(told(&ready, &status(ModelPhase::Ready, 3)), ["ScaledUp"]);
         assert_eq!(told(&ready, &idle), ["IdledToZero"]);
+    }
+
+    #[test]
+    fn a_download_tells_of_its_quarters() {
+        let at = |done| ModelStatus {
+            download: Some(Download { bytes_done: done, bytes_total: 100, ..Download::default() }),
+            ..ModelStatus::default()
+        };
+        let told =
+            |from, to| chapters(&at(from), &at(to)).into_iter().map(|told| told.message).collect::<Vec<_>>();
+        assert_eq!(told(0, 24), Vec::<String>::new());
+        assert_eq!(told(24, 25), ["25 % of its bytes are on the disk tier"]);
+        assert_eq!(told(25, 49), Vec::<String>::new());
+        assert_eq!(told(30, 80), ["75 % of its bytes are on the disk tier"]);
+        assert_eq!(told(80, 100), Vec::<String>::new(), "that it is there says another event");
+    }
+
+    #[test]
+    fn a_crash_is_told_once() {
+        let failed = |time: &str| ModelStatus {
+            last_failure: Some(LastFailure {
+                reason: "WorkerCrashed".into(),
+                message: "signal 9".into(),
+                node: "n1".into(),
+                time: time.into(),
+                ..LastFailure::default()
+            }),
+            ..ModelStatus::default()
+        };
+        let told = |before: &ModelStatus, after: &ModelStatus| chapters(before, after);
+        let first = told(&ModelStatus::default(), &failed("1"));
+        assert_eq!(
+            (first[0].reason, first[0].message.as_str(), first[0].warning),
+            ("WorkerCrashed", "on n1: signal 9", true)
+        );
+        assert!(told(&failed("1"), &failed("1")).is_empty());
+        assert_eq!(told(&failed("1"), &failed("2")).len(), 1);
     }
 }

@@ -268,7 +268,7 @@ pub enum CpuMode {
 defaulted! {
     /// The CPU as a serving tier during cold starts.
     CpuTier {
-        /// When it serves.
+        /// When it serves. Kubernetes' YAML takes a bare `Off` for false: write `"Off"`.
         mode: CpuMode = CpuMode::Auto,
         /// At most so many sessions.
         max_sessions: i32 = 2,
@@ -365,7 +365,7 @@ defaulted! {
         max_per_request: i32 = 3,
         /// Longest session that may move, in tokens.
         max_replay_tokens: i32 = 32_768,
-        /// On what.
+        /// On what. Kubernetes' YAML takes a bare `on` for true: write `"on"`.
         on: Vec<MoveCause> = vec![MoveCause::Failure, MoveCause::Drain, MoveCause::ScaleDown, MoveCause::CpuToGpu],
     }
 }
