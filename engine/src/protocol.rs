@@ -14,6 +14,8 @@
 //!   Cancel {session} ────────────────►          pages are freed within one step; no last event follows a cancel
 //!   Unload {model} ──────────────────►          unmaps
 //!         ◄───────────────────────── Unloaded   only now may the agent use the chunks again
+//!   Ping ────────────────────────────►          when nothing was heard for a while
+//!         ◄───────────────────────── Pong       from the step thread; within a long step also unasked, once a second
 //! ```
 //!
 //! Invariants: a worker reads no chunk before `Resident` covered it; the agent writes no chunk between `Load` and
@@ -111,6 +113,8 @@ pub enum ToWorker {
         /// Which.
         session: SessionKey,
     },
+    /// Does the thread that computes still take turns?
+    Ping,
 }
 
 /// From the worker.
@@ -174,4 +178,6 @@ pub enum FromWorker {
         /// Tokens each second of one session, decode.
         decode: f64,
     },
+    /// The thread that computes goes on: at a ping, and once a second within a step that takes long.
+    Pong,
 }

@@ -3,6 +3,9 @@
 
 mod common;
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
 use common::{bits, case, kv, rows, run};
 use pilotlight_engine::kernels::KernelSet;
 use pilotlight_engine::kv::SeqId;
@@ -137,6 +140,21 @@ fn a_truncated_sequence_goes_on_as_if_it_had_never_been_longer() {
             run(cpu, &case.model, &case.prompt, &[512])[33..].iter().map(|l| bits(l)).collect();
         assert!(got == want, "{}", cpu.kernels());
     }
+}
+
+#[test]
+fn a_step_tells_after_each_layer_that_it_goes_on() {
+    let case = case("llama-untied");
+    let mut cpu = Cpu::new(KernelSet::best(), 1).unwrap();
+    let calls = Arc::new(AtomicUsize::new(0));
+    let counted = calls.clone();
+    cpu.between_layers(Box::new(move || {
+        counted.fetch_add(1, Ordering::Relaxed);
+    }));
+    let mut kv = kv(&case.model, 32);
+    let seq = kv.open();
+    cpu.step(&case.model, &mut kv, &rows(seq, 0, &[1; 10])).unwrap();
+    assert_eq!(calls.load(Ordering::Relaxed), case.model.config().layers);
 }
 
 #[test]

@@ -97,9 +97,9 @@ impl Metrics {
             worker_up: r.gauges("worker_up", "1 while the worker of a device takes sessions", &["device"])?,
             worker_restarts: r.counters_of(
                 "worker_restarts_total",
-                "Workers that ended without being asked to",
+                "Workers that ended without being asked to; hung ones were killed",
                 "reason",
-                &["start", "hello", "exit"],
+                &["start", "hello", "exit", "hung"],
             )?,
             sessions: r.count("sessions", "Sessions open")?,
             sessions_total: r.counters_of(

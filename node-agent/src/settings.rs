@@ -171,6 +171,9 @@ pub struct Limits {
     pub stall: Duration,
     /// A worker says hello within this; the kernels' self-test takes a second.
     pub hello_max: Duration,
+    /// A worker that says nothing for so long, though it was asked, hangs and is killed. Within a long step it says
+    /// each second that it goes on; ten of these, for a machine that is busy.
+    pub worker_silent_max: Duration,
     /// A worker gives a model back within this: one step of a long prefill, and unmapping.
     pub unload_max: Duration,
     /// Sessions of a withdrawn order without a deadline have so long.
@@ -195,6 +198,7 @@ impl Default for Limits {
             memory_grace: Duration::from_millis(250),
             stall: Duration::from_secs(5),
             hello_max: Duration::from_secs(30),
+            worker_silent_max: Duration::from_secs(10),
             unload_max: Duration::from_secs(30),
             drain_default: Duration::from_secs(30),
             progress_every: Duration::from_secs(1),

@@ -3,6 +3,7 @@
 //! ```text
 //! supervise: launch ─► hello (pool's descriptor) ─► Up(Life) ─► exit ─► everything on it fails ─► back-off ─► launch
 //! Life:      one process from its hello to its exit; models and sessions are routes on it
+//! Pulse:     whether it hangs: then it is killed, which is an exit like any other
 //! ```
 //!
 //! Invariants: a [`Life`] is dead only after its process was waited for, so that nothing of it maps the pool any more;
@@ -13,6 +14,7 @@
 pub(crate) mod launch;
 pub(crate) mod life;
 pub(crate) mod memory;
+mod pulse;
 pub(crate) mod supervise;
 
 pub(crate) use launch::{Launch, ProcessLauncher};

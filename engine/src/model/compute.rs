@@ -31,6 +31,8 @@ pub struct Cpu {
     pub(super) threads: ThreadPool,
     pub(super) scratch: super::forward::Scratch,
     pub(super) local: Vec<Local>,
+    /// Called after each layer of a step.
+    pub(super) between_layers: Option<Box<dyn FnMut() + Send>>,
 }
 
 /// Why a CPU could not be set up.
@@ -53,7 +55,7 @@ impl Cpu {
         let ops = Ops::of(set)?;
         let threads = ThreadPool::new(threads)?;
         let local = (0..threads.threads()).map(|_| Local::new()).collect();
-        Ok(Cpu { ops, threads, scratch: super::forward::Scratch::default(), local })
+        Ok(Cpu { ops, threads, scratch: super::forward::Scratch::default(), local, between_layers: None })
     }
 
     /// The kernel set in use.
@@ -69,6 +71,11 @@ impl Cpu {
     /// Its [numerics class](crate::numerics).
     pub fn numerics(&self) -> String {
         numerics::class(self.ops.set)
+    }
+
+    /// Has this called after each layer of a step, by the thread that makes it: a step may take long.
+    pub fn between_layers(&mut self, call: Box<dyn FnMut() + Send>) {
+        self.between_layers = Some(call);
     }
 
     /// The threads, for probes between steps.

@@ -152,6 +152,9 @@ impl Cpu {
         for (index, layer) in model.layers.iter().enumerate() {
             self.attention(model, layer, index, kv);
             self.feed_forward(model, layer);
+            if let Some(call) = &mut self.between_layers {
+                call();
+            }
         }
         for (seq, end) in ends {
             kv.advance(seq, end);

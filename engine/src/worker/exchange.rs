@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use pilotlight_domain::session::{SessionSpec, TokenId};
 
+use super::alive::ALIVE_EVERY;
 use super::load::Built;
 use crate::frame::{self, FrameError};
 use crate::protocol::{FromWorker, ModelKey, SessionKey, ToWorker};
@@ -119,10 +120,26 @@ impl Exchange {
         }
     }
 
-    /// Waits so long, or until the worker is ending.
+    /// Waits so long, or until the worker is ending. Says on the way that the step goes on.
     pub(super) fn rest(&self, time: Duration) {
-        if time > Duration::ZERO {
-            let _state = self.for_step.wait_timeout_while(self.lock(), time, |state| !state.closed);
+        let mut left = time;
+        while left > Duration::ZERO {
+            let part = left.min(ALIVE_EVERY);
+            let waited = self.for_step.wait_timeout_while(self.lock(), part, |state| !state.closed);
+            if waited.unwrap_or_else(PoisonError::into_inner).0.closed {
+                return;
+            }
+            left -= part;
+            self.say_alive();
+        }
+    }
+
+    /// Says that a step goes on, unless other frames that say so too are still to be written.
+    pub(super) fn say_alive(&self) {
+        let mut state = self.lock();
+        if state.frames.is_empty() {
+            state.frames.push_back(FromWorker::Pong);
+            self.for_writer.notify_one();
         }
     }
 
@@ -143,6 +160,12 @@ impl Exchange {
         let frames = std::mem::take(&mut state.frames);
         self.for_step.notify_one();
         Some(frames)
+    }
+
+    /// Takes what is to be written, for tests.
+    #[cfg(test)]
+    pub(super) fn waiting(&self) -> VecDeque<FromWorker> {
+        std::mem::take(&mut self.lock().frames)
     }
 
     /// The worker is ending: nobody waits any more.

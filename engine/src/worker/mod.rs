@@ -10,7 +10,7 @@
 //! | thread | does | waits for |
 //! |---|---|---|
 //! | caller of [`run`] | reads frames; its return is the end of the worker | the socket, room in the exchange |
-//! | `step` | decides and computes, one step of one model at a time, round robin | control, room for events |
+//! | `step` | decides and computes, one step of one model at a time, round robin; answers pings itself | control, room for events |
 //! | `writer` | writes frames | events, the socket |
 //! | `text-0`, `text-1` | templates and tokenizers | prompts |
 //! | `load-N` | everything about a load that takes time | residency |
@@ -22,6 +22,7 @@
 //!
 //! It deliberately does **not** write weights, know other nodes, or outlive its agent.
 
+mod alive;
 pub(crate) mod build;
 mod clock;
 mod exchange;
@@ -163,6 +164,8 @@ pub fn run(socket: UnixStream, settings: WorkerSettings) -> Result<(), WorkerErr
     // However this function ends, the threads hear of it.
     let _closing = exchange::CloseOnDrop(exchange.clone());
     exchange::start_writer(exchange.clone(), output)?;
+    let mut alive = alive::Alive::new(exchange.clone(), Instant::now());
+    cpu.between_layers(Box::new(move || alive.goes_on(Instant::now())));
     let prompts = prepare::start(&exchange)?;
     let sim = settings.sim.map(sim::SimDevice::new);
     let desk_settings = DeskSettings { device: settings.device, sim, numerics, slots: settings.slots };

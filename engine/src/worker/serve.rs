@@ -215,6 +215,7 @@ impl Desk {
             ToWorker::Start { session, model, spec } => self.start(session, model, spec),
             ToWorker::Command { session, command } => self.command(session, command),
             ToWorker::Cancel { session } => self.cancel(session),
+            ToWorker::Ping => self.exchange.send([FromWorker::Pong]),
         }
     }
 

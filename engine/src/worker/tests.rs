@@ -214,6 +214,28 @@ fn sessions_together_say_what_they_say_alone() {
 }
 
 #[test]
+fn a_ping_is_answered_whatever_goes_on() {
+    let folder = speaking_checkpoint(1);
+    let mut agent = Agent::start();
+    let mut answered = 0;
+    let mut ping = |agent: &mut Agent| {
+        answered += 1;
+        agent.send(&ToWorker::Ping);
+        agent.wait(|agent| agent.said.iter().filter(|said| **said == FromWorker::Pong).count() >= answered);
+    };
+    ping(&mut agent);
+    let fills = agent.announce(1, folder.path(), 4);
+    ping(&mut agent);
+    agent.fill(1, fills);
+    agent.open(1, 1, kinds().remove(1));
+    ping(&mut agent);
+    agent.finish([1]);
+    agent.unload(1);
+    ping(&mut agent);
+    agent.leave().unwrap();
+}
+
+#[test]
 fn a_replayed_session_goes_on_where_it_was() {
     let folder = speaking_checkpoint(1);
     let mut agent = Agent::start();

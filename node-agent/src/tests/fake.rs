@@ -30,8 +30,10 @@ pub(super) struct FakeWorker {
     life: Mutex<Option<CancellationToken>>,
     /// Say no hello before this is false.
     pub(super) starting: AtomicBool,
-    /// Say nothing any more, whatever is asked.
+    /// Say nothing of sessions that start.
     pub(super) silent: AtomicBool,
+    /// Answer no ping.
+    pub(super) hangs: AtomicBool,
     /// Die instead of saying Ready.
     pub(super) dies_loading: AtomicBool,
     /// Answer `LoadFailed`.
@@ -183,6 +185,10 @@ impl FakeWorker {
                 self.note("cancel");
                 sessions.remove(&session);
                 Vec::new()
+            }
+            ToWorker::Ping => {
+                self.note("ping");
+                if self.hangs.load(Ordering::SeqCst) { Vec::new() } else { vec![FromWorker::Pong] }
             }
         }
     }

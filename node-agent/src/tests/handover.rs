@@ -9,9 +9,7 @@ use super::world::{World, short};
 
 #[tokio::test]
 async fn a_session_that_began_on_the_cpu_goes_on_where_it_was_ordered_to() {
-    let (world, _uri, generation) = World::with_sim().await;
-    let status = world.phase("m", generation, ReplicaPhase::Ready).await;
-    assert_eq!(status.serving_on, ["cpu"]);
+    let (world, _uri) = World::with_sim().await;
     let mut session = world.session("m", None).await;
     assert_eq!(short(&[session.next().await.unwrap(), session.next().await.unwrap()]), "accepted t0");
     world.sim.starting.store(false, Ordering::SeqCst);
@@ -41,8 +39,7 @@ async fn a_session_that_began_on_the_cpu_goes_on_where_it_was_ordered_to() {
 
 #[tokio::test]
 async fn a_target_that_dies_costs_nothing() {
-    let (world, _uri, generation) = World::with_sim().await;
-    world.phase("m", generation, ReplicaPhase::Ready).await;
+    let (world, _uri) = World::with_sim().await;
     let mut session = world.session("m", None).await;
     assert_eq!(short(&[session.next().await.unwrap(), session.next().await.unwrap()]), "accepted t0");
     world.sim.silent.store(true, Ordering::SeqCst);
@@ -61,8 +58,7 @@ async fn a_target_that_dies_costs_nothing() {
 
 #[tokio::test]
 async fn a_command_of_the_router_ends_a_hand_over_and_is_carried_out() {
-    let (world, _uri, generation) = World::with_sim().await;
-    world.phase("m", generation, ReplicaPhase::Ready).await;
+    let (world, _uri) = World::with_sim().await;
     let mut session = world.session("m", None).await;
     assert_eq!(short(&[session.next().await.unwrap(), session.next().await.unwrap()]), "accepted t0");
     world.sim.silent.store(true, Ordering::SeqCst);
@@ -77,10 +73,8 @@ async fn a_command_of_the_router_ends_a_hand_over_and_is_carried_out() {
 
 #[tokio::test]
 async fn a_model_too_large_for_its_device_is_refused_with_both_sizes() {
-    let mut world = World::with_chunks(32).await;
-    world.stop().await;
-    world.config().devices = vec![crate::DeviceSpec::Cpu, "sim:memory=64KiB".parse().unwrap()];
-    world.start();
+    let sim = "sim:memory=64KiB".parse().unwrap();
+    let mut world = World::with(|config| config.devices.push(sim)).await;
     let uri = world.model("m");
     let device = pilotlight_api::replica::Device::Gpu;
     let generation = world.order_with("m", &uri, Hold::Device, |s| s.device = device).await;
@@ -91,7 +85,7 @@ async fn a_model_too_large_for_its_device_is_refused_with_both_sizes() {
 
 #[tokio::test]
 async fn without_the_cpu_sessions_wait_for_their_device() {
-    let (mut world, uri, _) = World::with_sim().await;
+    let (mut world, uri) = World::with_sim().await;
     let device = pilotlight_api::replica::Device::Gpu;
     let change = |s: &mut pilotlight_api::ModelReplicaSpec| (s.device, s.cpu_sessions) = (device, 0);
     let generation = world.order_with("other", &uri, Hold::Device, change).await;

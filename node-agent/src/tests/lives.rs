@@ -28,16 +28,35 @@ async fn a_killed_worker_costs_its_sessions_and_no_reading() {
 }
 
 #[tokio::test]
+async fn a_worker_that_hangs_is_killed_and_one_that_merely_has_nothing_to_say_is_not() {
+    let mut world = World::with(|config| config.limits.worker_silent_max = Duration::from_secs(1)).await;
+    let uri = world.model("m");
+    world.ready("m", &uri, Hold::Host).await;
+    let mut session = world.session("m", None).await;
+    assert_eq!(short(&[session.next().await.unwrap(), session.next().await.unwrap()]), "accepted t0");
+    // Twice as long as its patience it says nothing but that it lives.
+    let asked = world.worker.count("ping");
+    world.worker.seen("ping", asked + 10).await;
+    assert_eq!(world.worker.count("load"), 1);
+    world.worker.hangs.store(true, Ordering::SeqCst);
+    assert_eq!(short(&session.rest().await), "WorkerLost/Elsewhere");
+    world.worker.hangs.store(false, Ordering::SeqCst);
+    world.worker.seen("ready", 2).await;
+    assert_eq!(short(&world.session("m", Some(1)).await.rest().await), "accepted t0 done");
+    let metrics = world.get("/metrics").await;
+    assert!(metrics.contains("pilotlight_agent_worker_restarts_total{reason=\"hung\"} 1"), "{metrics}");
+}
+
+#[tokio::test]
 async fn a_model_that_kills_its_worker_fails_and_the_others_go_on() {
-    let mut world = World::with_chunks(32).await;
+    let mut world = World::new().await;
     let uri = world.model("m");
     world.worker.dies_loading.store(true, Ordering::SeqCst);
     let generation = world.order("m", &uri, Hold::Host).await;
     let status = world.phase("m", generation, ReplicaPhase::Failed).await;
     assert_eq!(status.reason, Some(Reason::WorkerCrashed));
     world.worker.dies_loading.store(false, Ordering::SeqCst);
-    let generation = world.order("other", &uri, Hold::Host).await;
-    world.phase("other", generation, ReplicaPhase::Ready).await;
+    world.ready("other", &uri, Hold::Host).await;
 }
 
 #[tokio::test]
@@ -64,8 +83,7 @@ async fn a_drain_waits_for_sessions_until_its_deadline() {
     let mut late = world.session("m", Some(1)).await;
     assert_eq!((late.status, short(&late.rest().await).as_str()), (503, "Draining/Elsewhere"));
     // Wanted again: it was never unloaded.
-    let generation = world.order("m", &uri, Hold::Host).await;
-    world.phase("m", generation, ReplicaPhase::Ready).await;
+    world.ready("m", &uri, Hold::Host).await;
     assert_eq!((world.worker.count("load"), world.worker.count("unload")), (1, 0));
     // And down for good: what is open is cut at the deadline.
     let generation =
@@ -122,10 +140,9 @@ async fn what_a_newer_version_made_stays_and_what_is_damaged_goes() {
 
 #[tokio::test]
 async fn an_agent_without_its_ledger_finds_the_store_by_scanning() {
-    let mut world = World::with_chunks(32).await;
+    let mut world = World::new().await;
     let uri = world.model("m");
-    let generation = world.order("m", &uri, Hold::Disk).await;
-    world.phase("m", generation, ReplicaPhase::Ready).await;
+    world.ready("m", &uri, Hold::Disk).await;
     world.stop().await;
     std::fs::remove_dir_all(world.data("ledger")).unwrap();
     world.start();
@@ -176,7 +193,7 @@ async fn a_session_that_comes_while_its_worker_is_dead_waits_for_the_next_one() 
 
 #[tokio::test]
 async fn refusals_are_events_with_the_right_status() {
-    let world = World::with_chunks(32).await;
+    let world = World::new().await;
     let mut unknown = world.session("nobody", Some(1)).await;
     assert_eq!((unknown.status, short(&unknown.rest().await).as_str()), (404, "UnknownModel/Elsewhere"));
     for body in ["", "{", "[]", r#"{"id":"r","model":"m"}"#] {
@@ -192,16 +209,14 @@ async fn refusals_are_events_with_the_right_status() {
 async fn kv_pages_are_granted_from_what_is_free() {
     let mut world = World::with_chunks(12).await;
     let uri = world.model("m");
-    let generation = world.order("m", &uri, Hold::Host).await;
-    world.phase("m", generation, ReplicaPhase::Ready).await;
+    world.ready("m", &uri, Hold::Host).await;
     world.worker.wants_kv.store(100, Ordering::SeqCst);
     world.session("m", Some(1)).await.rest().await;
     world.worker.seen("grant", 1).await;
     let granted = world.worker.granted.load(Ordering::SeqCst);
     assert!((1..=5).contains(&granted), "{granted}");
     // All of it comes back.
-    let generation = world.order("m", &uri, Hold::Disk).await;
-    world.phase("m", generation, ReplicaPhase::Ready).await;
+    world.ready("m", &uri, Hold::Disk).await;
     world
         .node(|n| {
             let host = &n.status.as_ref().unwrap().tiers[1];
@@ -213,7 +228,6 @@ async fn kv_pages_are_granted_from_what_is_free() {
 #[tokio::test]
 async fn the_node_tells_what_it_is() {
     let mut world = World::with_chunks(16).await;
-    world.config().advertise = None;
     let node = world
         .node(|n| n.status.as_ref().is_some_and(|s| s.devices.iter().any(|d| d.worker == "Ready")))
         .await;

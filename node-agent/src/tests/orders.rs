@@ -10,20 +10,17 @@ use super::world::{World, in_time, short};
 
 #[tokio::test]
 async fn a_cold_session_is_held_served_and_the_copy_outlives_the_order() {
-    let mut world = World::with_chunks(32).await;
+    let mut world = World::new().await;
     let uri = world.model("m");
-    let generation = world.order("m", &uri, Hold::Disk).await;
-    let status = world.phase("m", generation, ReplicaPhase::Ready).await;
+    let status = world.ready("m", &uri, Hold::Disk).await;
     let resolved = status.resolved.unwrap();
     assert_eq!((resolved.architecture.as_str(), resolved.digest), ("LlamaForCausalLM", status.digest));
     assert_eq!(world.worker.count("load"), 0);
 
     // Up: a session that comes before the bytes is held.
-    let generation = world.order("m", &uri, Hold::Host).await;
-    world.phase("m", generation, ReplicaPhase::Ready).await;
+    let status = world.ready("m", &uri, Hold::Host).await;
     let events = world.session("m", Some(3)).await.rest().await;
     assert_eq!(short(&events), "accepted t0 t1 t2 done");
-    let status = world.phase("m", generation, ReplicaPhase::Ready).await;
     assert_eq!(
         (status.path.as_str(), status.slots, status.serving_on.as_slice()),
         ("disk", 4, &["cpu".to_owned()][..])
@@ -42,8 +39,7 @@ async fn a_cold_session_is_held_served_and_the_copy_outlives_the_order() {
             status.residents.iter().any(|r| r.tier == "host") && status.tiers[1].evictable_bytes > 0
         })
         .await;
-    let generation = world.order("m", &uri, Hold::Host).await;
-    let status = world.phase("m", generation, ReplicaPhase::Ready).await;
+    let status = world.ready("m", &uri, Hold::Host).await;
     assert_eq!(status.path, "host");
     let metrics = world.get("/metrics").await;
     assert!(
@@ -55,7 +51,7 @@ async fn a_cold_session_is_held_served_and_the_copy_outlives_the_order() {
 
 #[tokio::test]
 async fn a_session_from_cold_says_what_it_waited_for() {
-    let mut world = World::with_chunks(32).await;
+    let mut world = World::new().await;
     let uri = world.model("m");
     world.worker.seen("load", 0).await;
     let generation = world.order("m", &uri, Hold::Host).await;
@@ -75,7 +71,7 @@ async fn a_session_from_cold_says_what_it_waited_for() {
 
 #[tokio::test]
 async fn bad_sources_fail_with_a_reason_and_sessions_hear_it_at_once() {
-    let mut world = World::with_chunks(32).await;
+    let mut world = World::new().await;
     let empty = world.dir.path().join("empty");
     std::fs::create_dir(&empty).unwrap();
     for (name, uri, reason, says) in [
@@ -92,8 +88,7 @@ async fn bad_sources_fail_with_a_reason_and_sessions_hear_it_at_once() {
     }
     // A later order that can be held is held.
     let uri = world.model("m");
-    let generation = world.order("gone", &uri, Hold::Host).await;
-    let status = world.phase("gone", generation, ReplicaPhase::Ready).await;
+    let status = world.ready("gone", &uri, Hold::Host).await;
     assert_eq!((status.reason, status.message.as_str()), (None, ""));
 }
 
@@ -137,8 +132,7 @@ async fn two_models_take_turns_in_a_pool_too_small_for_both() {
 async fn a_load_waits_for_memory_that_another_order_gives_up() {
     let mut world = World::with_chunks(9).await;
     let (a, b) = (world.model("a"), world.model("b"));
-    let generation = world.order("a", &a, Hold::Host).await;
-    world.phase("a", generation, ReplicaPhase::Ready).await;
+    world.ready("a", &a, Hold::Host).await;
     let second = world.order("b", &b, Hold::Host).await;
     world.phase("b", second, ReplicaPhase::Loading).await;
     world.order("a", &a, Hold::Disk).await;
@@ -163,14 +157,12 @@ async fn replicas_of_one_checkpoint_share_its_chunks() {
 
 #[tokio::test]
 async fn an_older_order_changes_nothing_and_a_deleted_one_is_let_go_of() {
-    let mut world = World::with_chunks(32).await;
+    let mut world = World::new().await;
     let uri = world.model("m");
     world.order("m", &uri, Hold::Disk).await;
-    let generation = world.order("m", &uri, Hold::Host).await;
-    world.phase("m", generation, ReplicaPhase::Ready).await;
+    world.ready("m", &uri, Hold::Host).await;
     world.order_with("m", &uri, Hold::Disk, |s| s.order_generation = 1).await;
-    let generation = world.order("other", &uri, Hold::Disk).await;
-    world.phase("other", generation, ReplicaPhase::Ready).await;
+    world.ready("other", &uri, Hold::Disk).await;
     assert_eq!(short(&world.session("m", Some(1)).await.rest().await), "accepted t0 done");
     world.withdraw("m").await;
     world.worker.seen("unload", 1).await;
@@ -181,7 +173,7 @@ async fn an_older_order_changes_nothing_and_a_deleted_one_is_let_go_of() {
 
 #[tokio::test]
 async fn what_the_worker_refuses_is_told() {
-    let mut world = World::with_chunks(32).await;
+    let mut world = World::new().await;
     let uri = world.model("m");
     world.worker.refuses.store(true, Ordering::SeqCst);
     let generation = world.order("m", &uri, Hold::Host).await;
@@ -194,17 +186,15 @@ async fn what_the_worker_refuses_is_told() {
 
 #[tokio::test]
 async fn a_damaged_copy_is_thrown_away_and_staged_again() {
-    let mut world = World::with_chunks(32).await;
+    let mut world = World::new().await;
     let uri = world.model("m");
-    let generation = world.order("m", &uri, Hold::Disk).await;
-    let status = world.phase("m", generation, ReplicaPhase::Ready).await;
+    let status = world.ready("m", &uri, Hold::Disk).await;
     let file = world.data("store").join(&status.digest["sha256:".len()..]).join("model.safetensors");
     let mut bytes = std::fs::read(&file).unwrap();
     let last = bytes.len() - 1;
     bytes[last] ^= 1;
     std::fs::write(&file, bytes).unwrap();
-    let generation = world.order("m", &uri, Hold::Host).await;
-    let status = world.phase("m", generation, ReplicaPhase::Ready).await;
+    let status = world.ready("m", &uri, Hold::Host).await;
     assert_eq!(status.path, "remote");
     let metrics = world.get("/metrics").await;
     assert!(metrics.contains("pilotlight_agent_checksum_failures_total 1"), "{metrics}");
@@ -212,11 +202,9 @@ async fn a_damaged_copy_is_thrown_away_and_staged_again() {
 
 #[tokio::test]
 async fn a_full_disk_tier_evicts_what_nobody_ordered_and_nothing_else() {
-    let mut world = World::with_chunks(32).await;
-    world.stop().await;
     // A model takes a third of a MiB, staging it one more: two fit, and a third only when one goes.
-    world.config().disk = pilotlight_domain::ByteCount::from_kib(1850);
-    world.start();
+    let disk = pilotlight_domain::ByteCount::from_kib(1850);
+    let mut world = World::with(|config| config.disk = disk).await;
     let sources = ["a", "b", "c"].map(|name| world.model(name));
     let mut digests = Vec::new();
     for (name, uri) in ["a", "b"].iter().zip(&sources) {
@@ -229,8 +217,7 @@ async fn a_full_disk_tier_evicts_what_nobody_ordered_and_nothing_else() {
     assert!(status.message.contains("--disk"), "{}", status.message);
     world.withdraw("a").await;
     world.node(|n| n.status.as_ref().unwrap().residents.iter().any(|r| !r.in_use)).await;
-    let generation = world.order("c", &sources[2], Hold::Disk).await;
-    world.phase("c", generation, ReplicaPhase::Ready).await;
+    world.ready("c", &sources[2], Hold::Disk).await;
     let path = |digest: &str| world.data("store").join(&digest["sha256:".len()..]);
     assert!(!path(&digests[0]).exists() && path(&digests[1]).exists());
     world.stop().await;

@@ -42,14 +42,14 @@ pub(super) struct World {
 }
 
 impl World {
-    /// A node whose pool has so many chunks of 64 KiB.
-    pub(super) async fn with_chunks(chunks: u64) -> World {
+    /// A node whose pool has 32 chunks of 64 KiB, but for what `change` makes of it.
+    pub(super) async fn with(change: impl FnOnce(&mut Config)) -> World {
         let dir = tempfile::tempdir().unwrap();
         let store = EmbeddedStore::open(&dir.path().join("cluster"), Arc::new(SystemClock)).await.unwrap();
-        let config = Config {
+        let mut config = Config {
             node: "node-1".parse().unwrap(),
             data_dir: dir.path().join("data"),
-            host_memory: ByteCount::new(chunks * CHUNK),
+            host_memory: ByteCount::new(32 * CHUNK),
             chunk_bytes: ByteCount::new(CHUNK),
             disk: ByteCount::from_mib(64),
             devices: vec![crate::DeviceSpec::Cpu],
@@ -66,27 +66,34 @@ impl World {
                 ..Limits::default()
             },
         };
+        change(&mut config);
         let (worker, sim) = (Arc::new(FakeWorker::default()), Arc::new(FakeWorker::default()));
+        sim.starting.store(true, Ordering::SeqCst);
         let mut world =
             World { dir, store: Arc::new(store), worker, sim, config, agent: None, generation: 0 };
         world.start();
         world
     }
 
-    /// A node with a simulated device that starts when it is told to, and model `m` ordered to it.
-    pub(super) async fn with_sim() -> (World, String, u64) {
-        let mut world = World::with_chunks(32).await;
-        world.stop().await;
-        world.sim.starting.store(true, Ordering::SeqCst);
-        world.config().devices = vec![crate::DeviceSpec::Cpu, "sim:start=60s,memory=1GiB".parse().unwrap()];
-        world.start();
-        let uri = world.model("m");
-        let generation = world.order_with("m", &uri, Hold::Device, |s| s.device = Device::Gpu).await;
-        (world, uri, generation)
+    pub(super) async fn new() -> World {
+        World::with(|_| {}).await
     }
 
-    pub(super) fn config(&mut self) -> &mut Config {
-        &mut self.config
+    /// A node whose pool has so many chunks.
+    pub(super) async fn with_chunks(chunks: u64) -> World {
+        World::with(|config| config.host_memory = ByteCount::new(chunks * CHUNK)).await
+    }
+
+    /// A node with a simulated device that starts when it is told to, and serves model `m`, which is ordered there, on
+    /// its CPU meanwhile; the model's source.
+    pub(super) async fn with_sim() -> (World, String) {
+        let sim = "sim:start=60s,memory=1GiB".parse().unwrap();
+        let mut world = World::with(|config| config.devices.push(sim)).await;
+        let uri = world.model("m");
+        let generation = world.order_with("m", &uri, Hold::Device, |s| s.device = Device::Gpu).await;
+        let status = world.phase("m", generation, ReplicaPhase::Ready).await;
+        assert_eq!(status.serving_on, ["cpu"]);
+        (world, uri)
     }
 
     pub(super) fn start(&mut self) {
@@ -117,11 +124,16 @@ impl World {
 
     /// A node that serves model `m`; its source.
     pub(super) async fn serving() -> (World, String) {
-        let mut world = World::with_chunks(32).await;
+        let mut world = World::new().await;
         let uri = world.model("m");
-        let generation = world.order("m", &uri, Hold::Host).await;
-        world.phase("m", generation, ReplicaPhase::Ready).await;
+        world.ready("m", &uri, Hold::Host).await;
         (world, uri)
+    }
+
+    /// Orders it and waits until it is so.
+    pub(super) async fn ready(&mut self, model: &str, uri: &str, hold: Hold) -> ModelReplicaStatus {
+        let generation = self.order(model, uri, hold).await;
+        self.phase(model, generation, ReplicaPhase::Ready).await
     }
 
     /// Orders a model of this name held so far up; returns the generation.

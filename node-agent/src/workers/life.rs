@@ -12,16 +12,16 @@ use pilotlight_engine::protocol::{FromWorker, ModelKey, SessionKey, ToWorker};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::mpsc;
+use tokio::time::{Instant, MissedTickBehavior};
 use tokio_util::sync::CancellationToken;
+
+use super::pulse::{Finding, Pulse};
 
 /// Frames that wait for the socket. The largest is a request of 16 MiB with its escapes: 8 × 17 MiB = 136 MiB at worst.
 pub(crate) const FRAMES: usize = 8;
 
 /// Events of a model that its order has not looked at: one Ready or failure, one Unloaded, and wishes that may be lost.
 const MODEL_EVENTS: usize = 64;
-
-/// A worker reads its socket on a thread that does nothing else.
-const READS_WITHIN: Duration = Duration::from_secs(30);
 
 const READ_BYTES: usize = 64 << 10;
 
@@ -115,18 +115,18 @@ impl Life {
         Ok(link)
     }
 
-    /// Waits while the queue to the worker is full; a worker that reads nothing for too long hangs, and is killed.
-    /// Dropping it half-way may or may not have sent.
+    /// Waits while the queue to the worker is full: a worker that reads nothing answers no ping either, and is
+    /// killed. Dropping it half-way may or may not have sent.
     async fn send(&self, message: ToWorker) -> Result<(), Gone> {
         tokio::select! {
             sent = self.frames.send(message) => sent.map_err(|_| Gone),
             () = self.dead.cancelled() => Err(Gone),
-            () = tokio::time::sleep(READS_WITHIN) => {
-                tracing::error!(seconds = READS_WITHIN.as_secs(), "the worker reads nothing: it is killed");
-                self.kill.cancel();
-                Err(Gone)
-            }
         }
+    }
+
+    /// Asks whether it still takes turns. With a full queue it has enough to answer.
+    fn ping(&self) {
+        let _full_or_gone = self.frames.try_send(ToWorker::Ping);
     }
 
     /// Gives each event to whom it belongs.
@@ -137,6 +137,8 @@ impl Life {
                 return;
             }
             FromWorker::Event { session, event } => return self.dispatch_session(session, event),
+            // It was heard: that is all it is for.
+            FromWorker::Pong => return,
             FromWorker::Ready { model, context_tokens, slots, kv_bytes_per_token } => {
                 (model, ModelEvent::Ready { context_tokens, slots, kv_bytes_per_token })
             }
@@ -334,9 +336,37 @@ impl FrameStream {
     }
 }
 
+/// Why a worker is not listened to any more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Silence {
+    /// It closed its socket, or spoke nonsense.
+    Closed,
+    /// It said nothing for so long that it must hang.
+    Hung,
+}
+
 /// Hands out what a worker says, until it says no more.
-pub(crate) async fn read_frames(life: Arc<Life>, mut frames: FrameStream) {
-    while let Some(message) = frames.next().await {
-        life.dispatch(message);
+pub(crate) async fn read_frames(life: Arc<Life>, mut frames: FrameStream, patience: Duration) -> Silence {
+    let begun = Instant::now();
+    let mut pulse = Pulse::new(patience, Duration::ZERO);
+    let mut looks = tokio::time::interval_at(begun + pulse.every(), pulse.every());
+    looks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        tokio::select! {
+            // What has arrived is read before anything is made of its absence.
+            biased;
+            message = frames.next() => match message {
+                Some(message) => {
+                    pulse.heard();
+                    life.dispatch(message);
+                }
+                None => return Silence::Closed,
+            },
+            _ = looks.tick() => match pulse.look(begun.elapsed()) {
+                Finding::Fine => {}
+                Finding::Ask => life.ping(),
+                Finding::Hung => return Silence::Hung,
+            },
+        }
     }
 }

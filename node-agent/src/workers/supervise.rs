@@ -16,7 +16,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::launch::{Launch, Running};
-use super::life::{About, FRAMES, FrameStream, Life, read_frames, write_frames};
+use super::life::{About, FRAMES, FrameStream, Life, Silence, read_frames, write_frames};
 use super::memory::DeviceMemory;
 use crate::board::Board;
 use crate::device::DeviceSpec;
@@ -231,20 +231,31 @@ impl Supervisor {
         let about = About { device: name, product, numerics, threads };
         let life = Life::new(about, queue, running.kill.clone());
         self.tell(told, WorkerState::Up(life.clone()));
+        let patience = self.limits.worker_silent_max;
         let writing = write_frames(write, queued);
-        let reading = read_frames(life.clone(), frames);
-        let status = tokio::select! {
+        let reading = read_frames(life.clone(), frames, patience);
+        let ended = tokio::select! {
             // The process may be gone before its last words are read: whoever waits replays anyway.
-            status = &mut running.exited => status,
-            () = reading => self.after_end(&mut running).await,
-            () = writing => self.after_end(&mut running).await,
-            () = self.stop.cancelled() => self.after_end(&mut running).await,
+            status = &mut running.exited => Ok(status),
+            silence = reading => Err(silence),
+            () = writing => Err(Silence::Closed),
+            () = self.stop.cancelled() => Err(Silence::Closed),
+        };
+        let (reason, status) = match ended {
+            Ok(status) => ("exit", status),
+            Err(Silence::Closed) => ("exit", self.after_end(&mut running).await),
+            Err(Silence::Hung) => {
+                let seconds = patience.as_secs_f64();
+                tracing::error!(device, pid = running.pid, seconds, "the worker hangs: it is killed");
+                running.kill.cancel();
+                ("hung", (&mut running.exited).await)
+            }
         };
         life.bury();
         if !self.stop.is_cancelled() {
             tracing::warn!(device, pid = running.pid, status, "the worker ended; it is started again");
         }
-        "exit"
+        reason
     }
 
     /// The socket is closed, or will be with the futures just dropped: the worker leaves, or is killed.
