@@ -133,9 +133,11 @@ impl<'a> Client<'a> {
         self.served = Some(served);
     }
 
-    /// Tells a streaming client that it is not forgotten. The first heartbeat sends the head.
+    /// Tells a streaming client that it is not forgotten. The first heartbeat sends the head. How long a recovery
+    /// takes nobody knows.
     pub(super) async fn heartbeat(&mut self, state: &str) {
-        let line = response::heartbeat(state, self.job.remaining());
+        let held = self.first_token.is_none();
+        let line = response::heartbeat(state, held.then(|| self.job.remaining()).flatten());
         self.write(line).await;
     }
 

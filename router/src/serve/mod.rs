@@ -224,7 +224,8 @@ async fn drive(job: Job, reply: oneshot::Sender<Answer>, _lease: Arc<Lease>) {
             }
             said = said.recv() => match said {
                 Some(said) => {
-                    next_beat = next_beat.filter(|_| said.served.is_none());
+                    // A stream that pauses later, because it recovers, has its heartbeats then.
+                    next_beat = next_beat.zip(job.model.heartbeat).map(|(_, beat)| Instant::now() + beat);
                     if !client.take(*said).await {
                         return;
                     }

@@ -23,6 +23,10 @@ const CONNECT_MAX: Duration = Duration::from_secs(3);
 /// An answer that is not a stream: an error with its message, or a small report.
 const ANSWER_BYTES_MAX: usize = 1 << 20;
 
+/// Whatever becomes of a session, the head of its answer comes at once: a request of 16 MiB is read in a fraction of
+/// this. An agent that is stopped has a kernel that still takes connections.
+const ANSWERS_WITHIN: Duration = Duration::from_secs(10);
+
 /// The end of an answer comes with its last event, or is not worth waiting for.
 const FINISH_MAX: Duration = Duration::from_secs(1);
 
@@ -92,7 +96,9 @@ impl Agents {
         let unreachable = |cause: String| OpenError::Unreachable { url: url.clone(), cause };
         let body = serde_json::to_vec(&spec).map_err(|e| unreachable(e.to_string()))?;
         drop(spec);
-        let response = self.send_in(span, &url, body).await.map_err(&unreachable)?;
+        let answering = tokio::time::timeout(ANSWERS_WITHIN, self.send_in(span, &url, body));
+        let answered = answering.await.map_err(|_| unreachable("it does not answer".into()))?;
+        let response = answered.map_err(&unreachable)?;
         let status = response.status();
         let body = response.into_body();
         if status == StatusCode::OK {

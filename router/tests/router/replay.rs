@@ -154,6 +154,29 @@ async fn a_recovery_that_finds_nobody_ends_with_the_hold_budget() {
 }
 
 #[tokio::test]
+async fn a_stream_that_recovers_for_long_has_heartbeats() {
+    let (world, agent) = (World::new().await, FakeAgent::start().await);
+    world.model("m", json!({"coldStart": {"heartbeatSeconds": 1}})).await;
+    world.replica("m", "n1", &agent.url, json!({"phase": "Ready", "slots": 4})).await;
+    world.knows("m", |m| m["state"] == "ready").await;
+    let (mut stream, lost) = begun(&world, &agent, json!({})).await;
+    world.delete_replica("m", "n1").await;
+    lost.cut().await;
+    for _ in 0..2 {
+        assert_eq!(stream.next().await.as_deref(), Some(": waiting for a replica"));
+    }
+    let back = FakeAgent::start().await;
+    world.replica("m", "n2", &back.url, json!({"phase": "Ready", "slots": 4})).await;
+    let mut again = back.next().await;
+    again.accept(Phases::default()).await;
+    again.token("b").await;
+    again.done(FinishReason::Stop).await;
+    let mut rest = stream.rest().await;
+    rest.retain(|event| !event.starts_with(':'));
+    assert_eq!(text_of(&rest).0, "b");
+}
+
+#[tokio::test]
 async fn a_node_that_is_not_heard_of_loses_its_sessions_though_its_connections_stand() {
     let (world, a, b) = (World::new().await, FakeAgent::start().await, FakeAgent::start().await);
     world.node("n1", json!({})).await;

@@ -183,6 +183,10 @@ impl World {
         self.store.delete::<Model>("default", name).await.unwrap();
     }
 
+    pub(crate) async fn delete_replica(&self, model: &str, node: &str) {
+        self.store.delete::<ModelReplica>("default", &format!("{model}-{node}")).await.unwrap();
+    }
+
     /// Orders a replica on `node` and says for its agent how far it is. It does not wait for the router to know.
     pub(crate) async fn replica(&self, model: &str, node: &str, endpoint: &str, status: Value) {
         let mut told = json!({"orderGeneration": 1, "endpoint": endpoint, "path": "disk"});
