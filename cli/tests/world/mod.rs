@@ -11,6 +11,8 @@
     reason = "test support: each test file uses a part of it, and a failed test is what unwrap is for"
 )]
 
+pub mod streams;
+
 use std::io::{BufRead as _, BufReader, Read as _};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
@@ -58,6 +60,8 @@ pub struct Up {
     child: Child,
     pub url: String,
     pub data_dir: PathBuf,
+    /// An API key that requests carry.
+    pub key: Option<String>,
     _dir: Option<tempfile::TempDir>,
     log: Arc<Mutex<String>>,
     client: Client<HttpConnector, Full<Bytes>>,
@@ -108,7 +112,8 @@ impl Up {
         // Whoever closes this pipe would break up's standard output.
         std::thread::spawn(move || std::io::copy(&mut stdout, &mut std::io::sink()));
         let client = Client::builder(TokioExecutor::new()).build(HttpConnector::new());
-        Up { url: url.to_owned(), child, data_dir: data_dir.to_owned(), _dir: None, log, client }
+        let (url, data_dir) = (url.to_owned(), data_dir.to_owned());
+        Up { url, child, data_dir, key: None, _dir: None, log, client }
     }
 
     /// What it logged so far.
@@ -187,12 +192,15 @@ impl Up {
 
     /// Sends a request; the body comes as it comes.
     pub async fn send(&self, method: &str, path: &str, body: impl Into<Bytes>) -> http::Response<Incoming> {
-        let request = http::Request::builder()
+        let mut request = http::Request::builder()
             .method(method)
             .uri(format!("{}{path}", self.url))
             .header("content-type", "application/json")
             .body(Full::new(body.into()))
             .unwrap();
+        if let Some(key) = &self.key {
+            request.headers_mut().insert("authorization", format!("Bearer {key}").parse().unwrap());
+        }
         tokio::time::timeout(PATIENCE, self.client.request(request))
             .await
             .expect("an answer in time")
@@ -222,11 +230,16 @@ impl Up {
         answer["choices"][0]["text"].as_str().unwrap().to_owned()
     }
 
+    /// What a part answers to a GET.
+    pub async fn get_text(&self, base: &str, path: &str) -> String {
+        let request = http::Request::get(format!("{base}{path}")).body(Full::new(Bytes::new())).unwrap();
+        let answer = self.client.request(request).await.unwrap().into_body().collect().await.unwrap();
+        String::from_utf8(answer.to_bytes().to_vec()).unwrap()
+    }
+
     /// The value of a metric, summed over its labels.
     pub async fn metric(&self, base: &str, name: &str) -> f64 {
-        let request = http::Request::get(format!("{base}/metrics")).body(Full::new(Bytes::new())).unwrap();
-        let answer = self.client.request(request).await.unwrap().into_body().collect().await.unwrap();
-        let text = String::from_utf8(answer.to_bytes().to_vec()).unwrap();
+        let text = self.get_text(base, "/metrics").await;
         let value = |line: &str| line.rsplit(' ').next().and_then(|v| v.parse::<f64>().ok());
         let of = |line: &&str| line.strip_prefix(name).is_some_and(|rest| rest.starts_with([' ', '{']));
         text.lines().filter(of).filter_map(value).sum()
