@@ -41,9 +41,9 @@ async fn a_session_migrates_and_a_node_drains() {
     assert_eq!((text(&moved["kind"]), text(&moved["from"]), text(&moved["to"])), ("migration", &*from, &*to));
     eprintln!("migrated: {moved}");
     assert_eq!(said, undisturbed);
-    let session = session(&up, &id);
-    assert_eq!((text(&session["node"]), text(&session["state"])), (&*to, "done"));
-    assert_eq!(session["moves"], json!([moved]));
+    let told = session(&up, &id);
+    assert_eq!((text(&told["node"]), text(&told["state"])), (&*to, "done"));
+    assert_eq!(told["moves"], json!([moved]));
 
     // A node is emptied of what runs there.
     let streams = join_all([&body; 3].map(|body| Stream::open(&up, body))).await;

@@ -158,11 +158,6 @@ async fn open(
     let generated = u32::try_from(spec.generated.len()).unwrap_or(u32::MAX);
     let listed = sessions.table.enter(spec.id.clone(), spec.epoch, spec.model.clone(), generated);
     let (lines, stream) = mpsc::channel::<Bytes>(LINES);
-    let span = match headers.get("traceparent").and_then(|value| value.to_str().ok()) {
-        told @ Some(_) => Span::begin("session", told),
-        // Whoever opened it does not trace it.
-        None => Span::default(),
-    };
     let session = Session {
         node: sessions.node.clone(),
         stop: sessions.stop.clone(),
@@ -171,7 +166,7 @@ async fn open(
         opened: Instant::now(),
         listed,
         step: Span::default(),
-        span,
+        span: span_of(&headers),
         decodes: false,
         _entered: entered,
         _place: place,
@@ -179,6 +174,14 @@ async fn open(
     sessions.tasks.spawn(session.run(Box::new(spec), waiting));
     let body = Body::from_stream(ReceiverStream::new(stream).map(Ok::<_, std::convert::Infallible>));
     ([(header::CONTENT_TYPE, "application/x-ndjson")], body).into_response()
+}
+
+/// A session's span, if whoever opened it traces it.
+fn span_of(headers: &HeaderMap) -> Span {
+    match headers.get("traceparent").and_then(|value| value.to_str().ok()) {
+        told @ Some(_) => Span::begin("session", told),
+        None => Span::default(),
+    }
 }
 
 /// Which opening of a session is meant.

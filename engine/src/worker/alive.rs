@@ -37,10 +37,11 @@ impl Alive {
 mod tests {
     use super::*;
     use crate::protocol::FromWorker;
+    use crate::worker::clock::MachineClock;
 
     #[test]
     fn a_long_step_says_once_a_second_that_it_goes_on_and_never_piles_it_up() {
-        let (exchange, start) = (Arc::new(Exchange::new()), Instant::now());
+        let (exchange, start) = (Arc::new(Exchange::new(Arc::new(MachineClock::default()))), Instant::now());
         let mut alive = Alive::new(exchange.clone(), start);
         let at = |millis| start + Duration::from_millis(millis);
         for millis in (0..1000).step_by(10) {

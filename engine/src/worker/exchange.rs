@@ -14,6 +14,7 @@ use std::time::Duration;
 use pilotlight_domain::session::{SessionSpec, TokenId};
 
 use super::alive::ALIVE_EVERY;
+use super::clock::Clock;
 use super::load::Built;
 use crate::frame::{self, FrameError};
 use crate::protocol::{FromWorker, ModelKey, SessionKey, ToWorker};
@@ -62,6 +63,7 @@ pub(super) struct Exchange {
     for_writer: Condvar,
     /// Control was taken.
     for_submitters: Condvar,
+    clock: Arc<dyn Clock>,
 }
 
 #[derive(Default)]
@@ -72,8 +74,9 @@ struct State {
 }
 
 impl Exchange {
-    pub(super) fn new() -> Self {
+    pub(super) fn new(clock: Arc<dyn Clock>) -> Self {
         Exchange {
+            clock,
             state: Mutex::default(),
             for_step: Condvar::new(),
             for_writer: Condvar::new(),
@@ -120,18 +123,32 @@ impl Exchange {
         }
     }
 
-    /// Waits so long, or until the worker is ending. Says on the way that the step goes on.
+    /// What passes time in this worker.
+    pub(super) fn clock(&self) -> &dyn Clock {
+        &*self.clock
+    }
+
+    /// Waits so long, or until the worker is ending: then false.
+    pub(super) fn wait(&self, time: Duration) -> bool {
+        self.clock.wait(self.clock.after(time), &mut || self.is_closed())
+    }
+
+    /// The same within a step. Says on the way that it goes on.
     pub(super) fn rest(&self, time: Duration) {
         let mut left = time;
         while left > Duration::ZERO {
             let part = left.min(ALIVE_EVERY);
-            let waited = self.for_step.wait_timeout_while(self.lock(), part, |state| !state.closed);
-            if waited.unwrap_or_else(PoisonError::into_inner).0.closed {
+            if !self.wait(part) {
                 return;
             }
             left -= part;
             self.say_alive();
         }
+    }
+
+    /// Whether the worker is ending.
+    pub(super) fn is_closed(&self) -> bool {
+        self.lock().closed
     }
 
     /// Says that a step goes on, unless other frames that say so too are still to be written.
@@ -174,6 +191,7 @@ impl Exchange {
         self.for_step.notify_all();
         self.for_writer.notify_all();
         self.for_submitters.notify_all();
+        self.clock.wake();
     }
 }
 
@@ -218,6 +236,7 @@ fn write_all(mut socket: &UnixStream, frames: &VecDeque<FromWorker>) -> Result<(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::worker::clock::MachineClock;
 
     fn frame() -> FromWorker {
         FromWorker::Unloaded { model: ModelKey(1) }
@@ -229,7 +248,7 @@ mod tests {
 
     #[test]
     fn commands_come_before_steps_and_steps_need_room() {
-        let exchange = Exchange::new();
+        let exchange = Exchange::new(Arc::new(MachineClock::default()));
         assert!(exchange.submit(cancel(1)));
         assert!(matches!(exchange.turn(Some(1)), Turn::Control(_)));
         assert!(matches!(exchange.turn(Some(1)), Turn::Step));
@@ -245,7 +264,7 @@ mod tests {
 
     #[test]
     fn closing_wakes_everybody() {
-        let exchange = Arc::new(Exchange::new());
+        let exchange = Arc::new(Exchange::new(Arc::new(MachineClock::default())));
         for key in 0..CONTROL_MAX as u64 {
             assert!(exchange.submit(cancel(key)));
         }

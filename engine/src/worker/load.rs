@@ -8,7 +8,7 @@ use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, sync_channel};
 use std::thread;
 
 use pilotlight_loader::mapping::PoolMap;
@@ -85,25 +85,22 @@ fn load(
             kv.layout().page_bytes()
         ));
     }
-    wait_for_weights(resident)?;
+    wait_for_weights(resident, exchange)?;
     let model = build::model(config, &files).map_err(|error| told(&error))?;
     Ok(Built { model, kv, text })
 }
 
 /// Until every byte is where the device computes from.
-fn wait_for_weights(resident: &Receiver<Weights>) -> Result<(), String> {
+fn wait_for_weights(resident: &Receiver<Weights>, exchange: &Exchange) -> Result<(), String> {
     let given_up = || "the load was given up".to_owned();
     match resident.recv().map_err(|_| given_up())? {
         Weights::InPlace => Ok(()),
         Weights::CopiedAt(None) => Err("the device copies nothing: its bandwidth is 0".into()),
-        Weights::CopiedAt(Some(at)) => loop {
-            match resident.recv_timeout(at.saturating_duration_since(Instant::now())) {
-                Err(RecvTimeoutError::Timeout) => return Ok(()),
-                Err(RecvTimeoutError::Disconnected) => return Err(given_up()),
-                // Told twice.
-                Ok(_) => {}
-            }
-        },
+        Weights::CopiedAt(Some(at)) => {
+            let gone = || matches!(resident.try_recv(), Err(TryRecvError::Disconnected));
+            let copied = exchange.clock().wait(at, &mut || exchange.is_closed() || gone());
+            if copied { Ok(()) } else { Err(given_up()) }
+        }
     }
 }
 

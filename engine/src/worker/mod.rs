@@ -38,16 +38,15 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use pilotlight_loader::mapping::{MapError, PoolMap};
-use rustix::event::{PollFd, PollFlags, Timespec};
-use rustix::io::Errno;
 
-use crate::frame::{self, FrameError, FrameReader};
+use crate::frame::{FrameError, FrameReader};
 use crate::kernels::KernelSet;
 use crate::model::{Cpu, CpuError};
 use crate::protocol::{FromWorker, ToWorker};
+use clock::{Clock, MachineClock};
 use exchange::{Control, Exchange};
 use serve::{Desk, DeskSettings};
 pub use sim::SimModel;
@@ -126,6 +125,11 @@ pub fn socket_from_stdin() -> io::Result<UnixStream> {
 /// # Errors
 /// When the worker cannot start, or its agent cannot be understood.
 pub fn run(socket: UnixStream, settings: WorkerSettings) -> Result<(), WorkerError> {
+    run_by(Arc::new(MachineClock::default()), socket, settings)
+}
+
+/// The same by another clock.
+fn run_by(clock: Arc<dyn Clock>, socket: UnixStream, settings: WorkerSettings) -> Result<(), WorkerError> {
     if settings.device != if settings.sim.is_some() { "sim" } else { "cpu" } {
         return Err(WorkerError::Device { device: settings.device });
     }
@@ -144,31 +148,24 @@ pub fn run(socket: UnixStream, settings: WorkerSettings) -> Result<(), WorkerErr
     let ToWorker::Hello { chunk_bytes, chunks } = hello else { return Err(WorkerError::Greeting) };
     let pool = PoolMap::from_fd(descriptor, chunk_bytes, chunks)?;
 
-    if let Some(sim) = settings.sim
-        && !starts_up(&output, sim.start)?
-    {
-        return Ok(());
-    }
     let numerics = cpu.numerics();
-    tracing::info!(numerics, threads = cpu.threads(), pool_chunks = chunks, "the worker is up");
-    frame::write(
-        &output,
-        &FromWorker::Hello {
-            device: settings.device.clone(),
-            product: settings.sim.as_ref().map_or_else(warm::product, SimModel::product),
-            numerics: numerics.clone(),
-            threads: cpu.threads() as u32,
-        },
-    )?;
-    let exchange = Arc::new(Exchange::new());
+    let greeting = FromWorker::Hello {
+        device: settings.device.clone(),
+        product: settings.sim.as_ref().map_or_else(warm::product, SimModel::product),
+        numerics: numerics.clone(),
+        threads: cpu.threads() as u32,
+    };
+    let exchange = Arc::new(Exchange::new(clock));
     // However this function ends, the threads hear of it.
     let _closing = exchange::CloseOnDrop(exchange.clone());
     exchange::start_writer(exchange.clone(), output)?;
     let mut alive = alive::Alive::new(exchange.clone(), Instant::now());
     cpu.between_layers(Box::new(move || alive.goes_on(Instant::now())));
     let prompts = prepare::start(&exchange)?;
+    let start = settings.sim.map(|sim| sim.start).unwrap_or_default();
     let sim = settings.sim.map(sim::SimDevice::new);
-    let desk_settings = DeskSettings { device: settings.device, sim, numerics, slots: settings.slots };
+    let (device, slots) = (settings.device, settings.slots);
+    let desk_settings = DeskSettings { device, sim, numerics, slots, greeting, start };
     let desk = Desk::new(cpu, pool, exchange.clone(), prompts, desk_settings);
     thread::Builder::new().name("step".into()).spawn(move || desk.run())?;
     loop {
@@ -183,22 +180,6 @@ pub fn run(socket: UnixStream, settings: WorkerSettings) -> Result<(), WorkerErr
             Err(error) => return Err(error.into()),
         }
     }
-}
-
-/// Waits for a simulated device's start-up time; false: the agent left meanwhile.
-fn starts_up(agent: &UnixStream, takes: Duration) -> io::Result<bool> {
-    let since = Instant::now();
-    while let Some(left) = takes.checked_sub(since.elapsed()) {
-        let mut waits = [PollFd::new(agent, PollFlags::RDHUP)];
-        let timeout = Timespec::try_from(left).map_err(io::Error::other)?;
-        match rustix::event::poll(&mut waits, Some(&timeout)) {
-            Ok(0) => break,
-            Ok(_) => return Ok(false),
-            Err(Errno::INTR) => {}
-            Err(error) => return Err(error.into()),
-        }
-    }
-    Ok(true)
 }
 
 #[cfg(test)]

@@ -46,6 +46,10 @@ pub(super) struct DeskSettings {
     pub(super) sim: Option<SimDevice>,
     pub(super) numerics: String,
     pub(super) slots: usize,
+    /// Said once the device is up.
+    pub(super) greeting: FromWorker,
+    /// What a simulated device takes until it is.
+    pub(super) start: Duration,
 }
 
 /// The step thread's state.
@@ -138,6 +142,9 @@ impl Desk {
     /// Serves until the exchange is closed.
     pub(super) fn run(mut self) {
         let _guard = AbortOnPanic;
+        self.exchange.wait(self.settings.start);
+        tracing::info!(numerics = self.settings.numerics, threads = self.cpu.threads(), "the worker is up");
+        self.exchange.send([self.settings.greeting.clone()]);
         loop {
             let next = self.next_model();
             match self.exchange.turn(next.map(|(_, frames)| frames)) {
@@ -168,9 +175,9 @@ impl Desk {
         self.last = key;
         let Some(Slot::Serving(serving)) = self.models.get_mut(&key) else { return };
         let mut events = Events::new();
-        let start = Instant::now();
+        let start = self.exchange.clock().now();
         let stepped = serving.batch.step(&mut self.cpu, &mut events);
-        let mut took = start.elapsed();
+        let mut took = self.exchange.clock().now().saturating_duration_since(start);
         if let Some(sim) = &self.settings.sim {
             let rest = sim.rest(took);
             self.exchange.rest(rest);
@@ -203,11 +210,8 @@ impl Desk {
             }
             ToWorker::Resident { model, chunks } => {
                 if let Some(Slot::Loading(loading)) = self.models.get_mut(&model) {
-                    loading.resident_through(
-                        chunks as usize,
-                        self.pool.chunk_bytes(),
-                        &mut self.settings.sim,
-                    );
+                    let (chunk_bytes, now) = (self.pool.chunk_bytes(), self.exchange.clock().now());
+                    loading.resident_through(chunks as usize, chunk_bytes, &mut self.settings.sim, now);
                 }
             }
             ToWorker::Unload { model } => self.unload(model),
@@ -249,7 +253,8 @@ impl Desk {
                     prepared: Vec::new(),
                     unloading: false,
                 };
-                loading.resident_through(0, self.pool.chunk_bytes(), &mut self.settings.sim);
+                let (chunk_bytes, now) = (self.pool.chunk_bytes(), self.exchange.clock().now());
+                loading.resident_through(0, chunk_bytes, &mut self.settings.sim, now);
                 self.models.insert(model, Slot::Loading(loading));
             }
         }
@@ -329,6 +334,7 @@ impl Desk {
             Some(Slot::Loading(loading)) => {
                 loading.unloading = true;
                 loading.resident = None;
+                self.exchange.clock().wake();
                 loading.untokenized.clear();
                 loading.prepared.clear();
                 self.fail_all(model, &draining);
@@ -510,12 +516,18 @@ impl Loading {
         self.untokenized.len() < EARLY_MAX && waiting + prompt_bytes(spec) <= PROMPT_BYTES_MAX
     }
 
-    fn resident_through(&mut self, chunks: usize, chunk_bytes: ByteCount, sim: &mut Option<SimDevice>) {
+    fn resident_through(
+        &mut self,
+        chunks: usize,
+        chunk_bytes: ByteCount,
+        sim: &mut Option<SimDevice>,
+        now: Instant,
+    ) {
         let bytes = self.bytes_through(chunks, chunk_bytes);
         let fresh = ByteCount::new(bytes.get().saturating_sub(self.resident_bytes.get()));
         self.resident_bytes = self.resident_bytes.max(bytes);
         let weights = match sim {
-            Some(sim) => Weights::CopiedAt(sim.copy(fresh, Instant::now())),
+            Some(sim) => Weights::CopiedAt(sim.copy(fresh, now)),
             None => Weights::InPlace,
         };
         if chunks >= self.files.iter().map(|file| file.0).sum()

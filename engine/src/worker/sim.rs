@@ -12,7 +12,7 @@
 //! measured yet. Nothing is copied either: it computes from the pool's pages, so its memory is counted, not taken
 //! twice, and its numerics class is the CPU's.
 //!
-//! It deliberately has no clock: moments are arguments, and waiting is its callers'.
+//! It deliberately has no clock: moments are arguments, and waiting is its callers', by a clock that tests drive.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::io::Write as _;
 use std::path::Path;
+use std::sync::Mutex;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -13,6 +14,7 @@ use pilotlight_domain::session::{
 use pilotlight_loader::pool::{FreeChunk, HostPool, Resident};
 
 use super::*;
+use crate::frame;
 use crate::protocol::{FileChunks, ModelKey, SessionKey};
 use crate::testing::{Log, Said, speaking_checkpoint, spec};
 use crate::text::ModelText;
@@ -40,10 +42,14 @@ impl Agent {
     }
 
     fn with(settings: WorkerSettings) -> Agent {
+        Agent::by(Arc::new(MachineClock::default()), settings)
+    }
+
+    fn by(clock: Arc<dyn Clock>, settings: WorkerSettings) -> Agent {
         let (socket, theirs) = UnixStream::pair().unwrap();
         socket.set_read_timeout(Some(PATIENCE)).unwrap();
         let named = settings.device.clone();
-        let worker = thread::spawn(move || run(theirs, settings));
+        let worker = thread::spawn(move || run_by(clock, theirs, settings));
         let pool = HostPool::create(ByteCount::from_mib(4), CHUNK).unwrap();
         let hello = ToWorker::Hello { chunk_bytes: CHUNK, chunks: pool.chunks_total() };
         frame::send_hello(&socket, &hello, pool.fd()).unwrap();
@@ -478,15 +484,58 @@ fn memory_that_is_lacking_is_asked_for_and_taken() {
     drop(chunks);
 }
 
+/// How far each look at a [`TestClock`] moves it on.
+const TICK: Duration = Duration::from_millis(10);
+
+/// A clock that stands still but for a tick at each look, and jumps to whatever is waited for.
+struct TestClock(Mutex<Hands>);
+
+struct Hands {
+    now: Instant,
+    waited: Vec<Duration>,
+}
+
+impl TestClock {
+    fn start() -> Arc<TestClock> {
+        Arc::new(TestClock(Mutex::new(Hands { now: Instant::now(), waited: Vec::new() })))
+    }
+
+    /// How long was waited each time, since this was asked last.
+    fn waited(&self) -> Vec<Duration> {
+        std::mem::take(&mut self.0.lock().unwrap().waited)
+    }
+}
+
+impl Clock for TestClock {
+    fn now(&self) -> Instant {
+        let mut hands = self.0.lock().unwrap();
+        hands.now += TICK;
+        hands.now
+    }
+
+    fn wait(&self, at: Instant, needless: &mut dyn FnMut() -> bool) -> bool {
+        if needless() {
+            return false;
+        }
+        let mut hands = self.0.lock().unwrap();
+        let left = at.saturating_duration_since(hands.now);
+        hands.waited.push(left);
+        hands.now += left;
+        true
+    }
+
+    fn wake(&self) {}
+}
+
 fn simulated(model: SimModel) -> WorkerSettings {
     let device = "sim".into();
     WorkerSettings { device, sim: Some(model), threads: Some(1), slots: 4, ..WorkerSettings::default() }
 }
 
-/// Takes 40 milliseconds to start and copies 2 MiB each second.
+/// Takes an hour to start, and many minutes to copy even the smallest model: in the time of a [`TestClock`].
 const SLOW: SimModel = SimModel {
-    start: Duration::from_millis(40),
-    copy: pilotlight_domain::Bandwidth::bytes_per_second((2 << 20) as f64),
+    start: Duration::from_secs(3600),
+    copy: pilotlight_domain::Bandwidth::bytes_per_second(1024.0),
     memory: ByteCount::from_mib(4),
     speed: 0.5,
 };
@@ -495,26 +544,33 @@ const SLOW: SimModel = SimModel {
 fn a_simulated_device_starts_copies_and_computes_as_it_is_modelled() {
     let folder = speaking_checkpoint(2);
     let whole = alone(folder.path(), kinds().remove(1));
-    let start = Instant::now();
-    let mut agent = Agent::with(simulated(SLOW));
-    assert!(start.elapsed() >= SLOW.start);
+    let clock = TestClock::start();
+    let mut agent = Agent::by(clock.clone(), simulated(SLOW));
+    assert_eq!(clock.waited(), [SLOW.start]);
     let bytes: usize = std::fs::read_dir(folder.path())
         .unwrap()
         .map(|entry| entry.unwrap())
         .filter(|entry| entry.file_name().to_string_lossy().ends_with(".safetensors"))
         .map(|entry| entry.metadata().unwrap().len() as usize)
         .sum();
-    let start = Instant::now();
     agent.load(1, folder.path(), 4);
-    assert!(start.elapsed() >= ByteCount::new(bytes as u64).at(SLOW.copy), "{:?}", start.elapsed());
+    let (copies, takes) = (clock.waited(), ByteCount::new(bytes as u64).at(SLOW.copy));
+    // Copying began with the first chunk: a few looks at the clock before the last one was there.
+    let copied = copies[0] <= takes && copies[0] + Duration::from_secs(1) > takes;
+    assert!(copies.len() == 1 && copied, "{copies:?}, and {takes:?} were expected");
     agent.open(1, 1, kinds().remove(1));
     agent.finish([1]);
+    // Half as fast: each step took a tick, and another one was waited for.
+    let steps = clock.waited();
+    assert!(steps.len() >= whole.tokens.len() && steps.iter().all(|step| *step == TICK), "{steps:?}");
     // Its numerics are the CPU's, and so are its tokens.
     assert_eq!((&agent.log.of(1).tokens, &agent.log.of(1).last), (&whole.tokens, &whole.last));
     // A copy that would take for ever is given up as quickly as any load.
     agent.unload(1);
     agent.leave().unwrap();
-    let never = SimModel { copy: pilotlight_domain::Bandwidth::bytes_per_second(0.001), ..SLOW };
+    drop(clock);
+    let bandwidth = pilotlight_domain::Bandwidth::bytes_per_second(0.001);
+    let never = SimModel { copy: bandwidth, start: Duration::ZERO, ..SLOW };
     let mut agent = Agent::with(simulated(never));
     let fills = agent.announce(1, folder.path(), 4);
     agent.fill(1, fills);
@@ -528,14 +584,14 @@ fn a_simulated_device_starts_copies_and_computes_as_it_is_modelled() {
     let hello = ToWorker::Hello { chunk_bytes: CHUNK, chunks: pool.chunks_total() };
     frame::send_hello(&socket, &hello, pool.fd()).unwrap();
     drop(socket);
-    run(theirs, simulated(SimModel { start: Duration::from_secs(3600), ..SLOW })).unwrap();
+    run(theirs, simulated(SLOW)).unwrap();
 }
 
 #[test]
 fn a_simulated_device_refuses_what_does_not_fit() {
     let folder = speaking_checkpoint(1);
     let memory = ByteCount::from_kib(700);
-    let mut agent = Agent::with(simulated(SimModel { memory, start: Duration::ZERO, ..SLOW }));
+    let mut agent = Agent::by(TestClock::start(), simulated(SimModel { memory, ..SLOW }));
     agent.load(1, folder.path(), 2);
     let fills = agent.announce(2, folder.path(), 2);
     agent.open(1, 2, kinds().remove(0));

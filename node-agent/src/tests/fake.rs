@@ -108,6 +108,20 @@ impl FakeWorker {
         }
     }
 
+    fn resident(&self, model: ModelKey, loaded: &mut Loaded, chunks: u32, pool: &PoolMap) -> Vec<FromWorker> {
+        let total: usize = loaded.files.iter().map(|f| f.chunks.len()).sum();
+        if (chunks as usize) < total || loaded.ready {
+            return Vec::new();
+        }
+        loaded.check(pool);
+        if self.dies_loading.load(Ordering::SeqCst) {
+            return Vec::new();
+        }
+        self.note("ready");
+        let kv_bytes_per_token = ByteCount::new(64);
+        vec![FromWorker::Ready { model, context_tokens: 128, slots: 4, kv_bytes_per_token }]
+    }
+
     fn answer(
         &self,
         message: ToWorker,
@@ -124,30 +138,18 @@ impl FakeWorker {
                 self.note("load");
                 assert!(!kv_chunks.is_empty(), "a model needs KV pages");
                 if self.refuses.load(Ordering::SeqCst) {
-                    return vec![FromWorker::LoadFailed {
-                        model,
-                        message: "unsupported architecture Foo".into(),
-                    }];
+                    let message = "unsupported architecture Foo".into();
+                    return vec![FromWorker::LoadFailed { model, message }];
                 }
                 pool.map_writable(&kv_chunks).unwrap().fill(0xee);
                 models.insert(model, Loaded { folder, files, kv_chunks, maps: Vec::new(), ready: false });
                 Vec::new()
             }
-            ToWorker::Resident { model, chunks } => {
+            ToWorker::Resident { model, chunks } => match models.get_mut(&model) {
+                Some(loaded) => self.resident(model, loaded, chunks, pool),
                 // Chunks of a load that was refused are on their way still.
-                let Some(loaded) = models.get_mut(&model) else { return Vec::new() };
-                let total: usize = loaded.files.iter().map(|f| f.chunks.len()).sum();
-                if (chunks as usize) < total || loaded.ready {
-                    return Vec::new();
-                }
-                loaded.check(pool);
-                if self.dies_loading.load(Ordering::SeqCst) {
-                    return Vec::new();
-                }
-                self.note("ready");
-                let kv_bytes_per_token = ByteCount::new(64);
-                vec![FromWorker::Ready { model, context_tokens: 128, slots: 4, kv_bytes_per_token }]
-            }
+                None => Vec::new(),
+            },
             ToWorker::Command { session, command } => {
                 self.note("command");
                 sessions.get_mut(&session).map(|said| of(session, said.on(command))).unwrap_or_default()
