@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::{Arc, LazyLock, OnceLock};
 
 use pilotlight_api::{Model, ModelNode, ModelReplica};
-use pilotlight_e2e::{Level, TestEnv};
+use pilotlight_e2e::{Client, Level, TestEnv};
 use pilotlight_store::{Filter, RemoteStore, Stored, Typed as _};
 use tokio::sync::{Mutex, OwnedMutexGuard};
 
@@ -22,13 +22,7 @@ impl Cluster {
         let turn = TURN.clone().lock_owned().await;
         let kubectl = Kubectl(TestEnv::shared(Level::B)?);
         MADE.get_or_init(|| {
-            let here = Path::new(env!("CARGO_MANIFEST_DIR"));
-            let root = here.ancestors().find(|folder| folder.join("charts").is_dir()).unwrap();
-            let crds = root.join("charts/pilotlight/files/crds");
-            kubectl.ok(&["apply", "--server-side", "-f", crds.to_str().unwrap()]);
-            for kind in ["models", "modelreplicas", "modelnodes"] {
-                kubectl.ok(&["wait", "--for=condition=Established", &format!("crd/{kind}.pilotlight.dev")]);
-            }
+            define(kubectl.0.admin());
             for namespace in ["other", "other-2", "system"] {
                 kubectl.ok(&["create", "namespace", namespace]);
             }
@@ -43,6 +37,17 @@ impl Cluster {
 
     pub(crate) async fn client(&self, manager: &str) -> RemoteStore {
         RemoteStore::from_kubeconfig(Some(self.kubectl.0.admin().kubeconfig()), manager).await.unwrap()
+    }
+}
+
+/// Installs our definitions.
+pub(crate) fn define(admin: &Client) {
+    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let root = here.ancestors().find(|folder| folder.join("charts").is_dir()).unwrap();
+    let crds = root.join("charts/pilotlight/files/crds");
+    admin.ok(&["apply", "--server-side", "-f", crds.to_str().unwrap()]);
+    for kind in ["models", "modelreplicas", "modelnodes"] {
+        admin.ok(&["wait", "--for=condition=Established", &format!("crd/{kind}.pilotlight.dev")]);
     }
 }
 

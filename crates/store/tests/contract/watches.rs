@@ -1,12 +1,18 @@
 //! Promises about watches.
 
+use std::sync::Arc;
+use std::time::Duration;
+
 use futures::stream::BoxStream;
 use futures::{FutureExt as _, StreamExt as _};
 use pilotlight_api::{Model, ModelReplica};
-use pilotlight_store::{Filter, StoreError, Stored, Typed as _, TypedChange, Verdict, Version, reflect};
+use pilotlight_e2e::{Level, TestEnv};
+use pilotlight_store::{
+    Filter, RemoteStore, StoreError, Stored, Typed as _, TypedChange, Verdict, Version, reflect,
+};
 use serde_json::json;
 
-use crate::world::{World, from, model, next, replica, told};
+use crate::world::{PATIENCE, World, from, model, next, replica, told};
 
 fn short<K: Stored>(change: Result<TypedChange<K>, StoreError>) -> String {
     let name = |object: &K| object.meta().name.clone().unwrap();
@@ -177,4 +183,33 @@ pub(crate) async fn reflect_lists_again_when_it_fell_behind(world: World) {
         }
         assert_eq!(item, "+busy");
     }
+}
+
+/// On a cluster of its own: what is written while the server is away for its readers is told afterwards.
+#[tokio::test]
+async fn reflect_survives_the_death_of_a_real_server() {
+    let Some(env) = TestEnv::start(Level::A) else { return };
+    crate::cluster::define(env.admin());
+    let kubeconfig = env.admin().kubeconfig().to_owned();
+    let store = Arc::new(RemoteStore::from_kubeconfig(Some(&kubeconfig), "test").await.unwrap());
+    store.create(&model("a")).await.unwrap();
+    let mut seen = reflect::<Model>(store.clone(), Filter::all());
+    assert_eq!(told(&next(&mut seen).await), "all a");
+    store.create(&model("b")).await.unwrap();
+    assert_eq!(told(&next(&mut seen).await), "+b");
+    let env = tokio::task::spawn_blocking(move || {
+        env.restart_server();
+        env
+    });
+    let _env = env.await.unwrap();
+    // A server that has just begun may still know nothing of our kinds.
+    let written = async {
+        while store.apply(&model("c")).await.is_err() {
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, written).await.unwrap();
+    // It resumed, or listed again; nothing was missed either way.
+    let item = told(&next(&mut seen).await);
+    assert!(["+c", "all a b c"].contains(&item.as_str()), "{item}");
 }
