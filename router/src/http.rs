@@ -9,7 +9,7 @@ use axum::extract::{Path, Query, Request, State};
 use axum::http::{HeaderMap, HeaderValue, Method, Response, Uri, Version, header};
 use axum::middleware::{self, Next};
 use axum::response::IntoResponse as _;
-use axum::routing::{any, get, post};
+use axum::routing::{any, get};
 use axum::{Json, Router};
 
 use crate::context::Context;
@@ -20,29 +20,35 @@ use crate::serve;
 
 /// Every path under both prefixes; what is unknown below them is answered too, what is unknown beside them is not.
 pub(crate) fn routes(cx: Arc<Context>) -> Router {
+    let last = || middleware::from_fn_with_state(cx.clone(), last_request);
     let mut router = Router::new();
     for prefix in ["/v1", "/openai/v1"] {
         let at = |path: &str| format!("{prefix}{path}");
+        // Not around what may be held for minutes: the layer would be kept, with the request, as long.
         router = router
-            .route(&at("/chat/completions"), post(chat).fallback(only_post))
-            .route(&at("/completions"), post(completion).fallback(only_post))
-            .route(&at("/models"), get(list).fallback(only_get))
-            .route(&at("/models/{*id}"), get(one).fallback(only_get))
-            .route(&at("/{*rest}"), any(not_found))
-            .route(&at("/"), any(not_found))
-            .route(prefix, any(not_found));
+            .route(&at("/models"), get(list).fallback(only_get).layer(last()))
+            .route(&at("/models/{*id}"), get(one).fallback(only_get).layer(last()))
+            .route(&at("/{*rest}"), any(not_found).layer(last()))
+            .route(&at("/"), any(not_found).layer(last()))
+            .route(prefix, any(not_found).layer(last()))
+            .route(&at("/chat/completions"), any(only_post).layer(last()).post(chat))
+            .route(&at("/completions"), any(only_post).layer(last()).post(completion));
     }
-    router.layer(middleware::from_fn_with_state(cx.clone(), last_request)).with_state(cx)
+    router.with_state(cx)
 }
 
 /// While the process drains, each answer is the last one of its connection.
 async fn last_request(State(cx): State<Arc<Context>>, request: Request, next: Next) -> Response<Body> {
-    let one_at_a_time = request.version() < Version::HTTP_2;
+    let version = request.version();
     let mut response = next.run(request).await;
-    if one_at_a_time && cx.draining.load(Ordering::Relaxed) {
+    close_if_draining(&cx, version, &mut response);
+    response
+}
+
+fn close_if_draining(cx: &Context, version: Version, response: &mut Response<Body>) {
+    if version < Version::HTTP_2 && cx.draining.load(Ordering::Relaxed) {
         response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
     }
-    response
 }
 
 /// A 404 with the error object: for the fallback of whatever these routes are merged into.
@@ -58,12 +64,32 @@ async fn only_get(method: Method, headers: HeaderMap) -> Response<Body> {
     with_id(&headers, ApiError::method_not_allowed(method.as_str(), "GET").into_response())
 }
 
-async fn chat(State(cx): State<Arc<Context>>, request: Request) -> Response<Body> {
-    serve::answer(cx, Task::Chat, request).await
+fn chat(
+    State(cx): State<Arc<Context>>,
+    request: Request,
+) -> impl Future<Output = Response<Body>> + Send + use<> {
+    ask(cx, Task::Chat, request)
 }
 
-async fn completion(State(cx): State<Arc<Context>>, request: Request) -> Response<Body> {
-    serve::answer(cx, Task::Completion, request).await
+fn completion(
+    State(cx): State<Arc<Context>>,
+    request: Request,
+) -> impl Future<Output = Response<Body>> + Send + use<> {
+    ask(cx, Task::Completion, request)
+}
+
+fn ask(
+    cx: Arc<Context>,
+    task: Task,
+    request: Request,
+) -> impl Future<Output = Response<Body>> + Send + use<> {
+    let version = request.version();
+    let answer = serve::answer(cx.clone(), task, request);
+    async move {
+        let mut response = answer.await;
+        close_if_draining(&cx, version, &mut response);
+        response
+    }
 }
 
 async fn list(State(cx): State<Arc<Context>>, headers: HeaderMap, uri: Uri) -> Response<Body> {

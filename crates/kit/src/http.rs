@@ -1,11 +1,15 @@
 //! Listening and serving, with a graceful end.
 
+use std::convert::Infallible;
 use std::io;
 use std::net::SocketAddr;
+use std::pin::{Pin, pin};
 use std::time::Duration;
 
 use axum::extract::Request;
 use hyper::body::Incoming;
+use hyper::server::conn::http1;
+use hyper::service::Service;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
 use tokio::net::{TcpListener, TcpStream};
@@ -109,10 +113,45 @@ pub async fn serve(listener: TcpListener, app: axum::Router, stop: Stop, grace: 
 async fn connection(stream: TcpStream, peer: SocketAddr, app: axum::Router, stop: Stop) {
     // Tokens are small and must leave at once.
     let _best_effort = stream.set_nodelay(true);
+    let mut begin = [0; 2];
+    let begun = tokio::select! {
+        begun = tokio::time::timeout(HEADER_TIMEOUT, stream.peek(&mut begin)) => begun,
+        () = stop.stopping() => return,
+    };
+    // Only HTTP/2 begins so. What looks at both needs twice the buffer: a held request would pay for it.
+    let http1 = matches!(begun, Ok(Ok(2))) && begin != *b"PR";
     let service = hyper::service::service_fn(move |mut request: Request<Incoming>| {
         request.extensions_mut().insert(Peer(peer));
         app.clone().oneshot(request.map(axum::body::Body::new))
     });
+    let stream = TokioIo::new(Unstalled::new(stream, STALL_MAX));
+    let ended = match begun {
+        Ok(Ok(1..)) if http1 => {
+            let mut builder = http1::Builder::new();
+            builder
+                .timer(TokioTimer::new())
+                .header_read_timeout(HEADER_TIMEOUT)
+                .max_buf_size(BUFFER_BYTES_MAX);
+            let serving = pin!(builder.serve_connection(stream, service));
+            until_stopped(serving, http1::Connection::graceful_shutdown, &stop).await.map_err(Into::into)
+        }
+        Ok(Ok(1..)) => Box::pin(either(stream, service, &stop)).await,
+        // It was closed, or said nothing.
+        Ok(_) | Err(_) => return,
+    };
+    if let Err(error) = ended {
+        tracing::debug!(%peer, error, "connection ended");
+    }
+}
+
+type Failure = Box<dyn std::error::Error + Send + Sync>;
+
+/// Serves whichever version it is.
+async fn either<S>(stream: TokioIo<Unstalled<TcpStream>>, service: S, stop: &Stop) -> Result<(), Failure>
+where
+    S: Service<Request<Incoming>, Response = axum::response::Response, Error = Infallible>,
+    S::Future: Send + 'static,
+{
     let mut builder = auto::Builder::new(TokioExecutor::new());
     builder
         .http1()
@@ -126,20 +165,28 @@ async fn connection(stream: TcpStream, peer: SocketAddr, app: axum::Router, stop
         .keep_alive_timeout(PING)
         .max_header_list_size(BUFFER_BYTES_MAX as u32)
         .max_send_buf_size(BUFFER_BYTES_MAX);
-    let serving = builder.serve_connection(TokioIo::new(Unstalled::new(stream, STALL_MAX)), service);
-    tokio::pin!(serving);
-    let ended = tokio::select! {
+    let serving = pin!(builder.serve_connection(stream, service));
+    until_stopped(serving, auto::Connection::graceful_shutdown, stop).await
+}
+
+/// Until it ends; from the stop on it takes no further request. A stop that aborts ends it.
+async fn until_stopped<C, E>(
+    mut serving: Pin<&mut C>,
+    no_more: impl FnOnce(Pin<&mut C>),
+    stop: &Stop,
+) -> Result<(), E>
+where
+    C: Future<Output = Result<(), E>>,
+{
+    tokio::select! {
         ended = &mut serving => ended,
         () = stop.stopping() => {
-            serving.as_mut().graceful_shutdown();
+            no_more(serving.as_mut());
             tokio::select! {
                 ended = &mut serving => ended,
-                () = stop.aborting() => return,
+                () = stop.aborting() => Ok(()),
             }
         }
-    };
-    if let Err(error) = ended {
-        tracing::debug!(%peer, error, "connection ended");
     }
 }
 
@@ -182,6 +229,31 @@ mod tests {
         let answer = ask(&"y".repeat(2 * BUFFER_BYTES_MAX)).await;
         assert!(answer.is_empty() || answer.starts_with("HTTP/1.1 431"), "{answer}");
         assert!(ask("y").await.starts_with("HTTP/1.1 200"));
+    }
+
+    /// Both versions, and a first byte that could begin either.
+    #[tokio::test]
+    async fn the_first_bytes_tell_the_version() {
+        let app = axum::Router::new().route("/", axum::routing::any(async || "served"));
+        let listener = bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        tokio::spawn(serve(listener, app, Stop::new(), Duration::ZERO));
+        for first in [1, 2, 5] {
+            let mut client = TcpStream::connect(address).await.unwrap();
+            client.set_nodelay(true).unwrap();
+            let request = b"POST / HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-length: 0\r\n\r\n";
+            client.write_all(&request[..first]).await.unwrap();
+            tokio::task::yield_now().await;
+            client.write_all(&request[first..]).await.unwrap();
+            let mut answer = String::new();
+            client.read_to_string(&mut answer).await.unwrap();
+            assert!(answer.starts_with("HTTP/1.1 200") && answer.ends_with("served"), "{answer}");
+        }
+        let client = hyper_util::client::legacy::Client::builder(TokioExecutor::new())
+            .http2_only(true)
+            .build_http::<axum::body::Body>();
+        let answer = client.get(format!("http://{address}/").parse().unwrap()).await.unwrap();
+        assert_eq!((answer.version(), answer.status().as_u16()), (axum::http::Version::HTTP_2, 200));
     }
 
     #[tokio::test]

@@ -70,7 +70,7 @@ pub(super) struct Choice<'a> {
     session: demand::Session,
     /// What people are told.
     pub(super) entry: Told,
-    pub(super) asks: mpsc::Receiver<Ask>,
+    pub(super) asks: mpsc::Receiver<Box<Ask>>,
     out: mpsc::Sender<Box<Said>>,
 }
 

@@ -16,6 +16,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use axum::body::Body;
 use axum::extract::Request as HttpRequest;
+use axum::http::request::Parts;
 use axum::http::{HeaderValue, Response, header};
 use axum::response::IntoResponse as _;
 use bytes::Bytes;
@@ -76,56 +77,80 @@ struct Lease {
     _permit: Option<Arc<Permit>>,
 }
 
+/// A request whose answer is under way: all that its connection keeps of it.
+struct Pending {
+    answer: oneshot::Receiver<Answer>,
+    lease: Arc<Lease>,
+    moves: Arc<AtomicU32>,
+    arrived: Instant,
+    stream: bool,
+}
+
 /// Answers a chat or completion request. Dropping it half-way ends everything that was begun for it.
-pub(crate) async fn answer(cx: Arc<Context>, task: Task, request: HttpRequest) -> Response<Body> {
+///
+/// No `async fn`, and its parts are boxed: a request may be held for minutes, and what it needs no more until then,
+/// its headers with the buffer that they were read into above all, is given back before.
+pub(crate) fn answer(
+    cx: Arc<Context>,
+    task: Task,
+    request: HttpRequest,
+) -> impl Future<Output = Response<Body>> + Send + use<> {
     let arrived = Instant::now();
     let (parts, body) = request.into_parts();
     let id = request_id(&parts.headers);
+    let begun = Box::pin(begin(cx.clone(), task, id.clone(), arrived, parts, body));
+    async move {
+        let begun = begun.await;
+        let mut response = match begun {
+            Ok(pending) => pending.response().await,
+            Err(error) => refuse(&cx, task, error),
+        };
+        if let Ok(id) = HeaderValue::from_str(id.as_str()) {
+            response.headers_mut().insert(REQUEST_ID, id);
+        }
+        response
+    }
+}
+
+/// Reads a request, and has it answered by a task.
+async fn begin(
+    cx: Arc<Context>,
+    task: Task,
+    id: SessionId,
+    arrived: Instant,
+    parts: Parts,
+    body: Body,
+) -> Result<Pending, ApiError> {
     let told = parts.headers.get("traceparent").and_then(|value| value.to_str().ok());
     let span = Span::begin("request", told);
     span.set("pilotlight.request", &id);
-    let read = async {
-        let who = cx.caller(&parts.headers)?;
-        let mut wishes = Wishes::read(&parts.headers)?;
-        wishes.flow = wishes.flow.or(Some(who.flow()));
-        let (bytes, _counted) = body::read(&parts.headers, body, &cx.reading).await?;
-        let size = bytes.len() as u64;
-        let request = parse(task, bytes).await?;
-        let model = resolve(&cx, &request, &who).await?;
-        Ok((wishes, size, request, model, who.admit()?))
-    };
-    // Boxed, and the headers given back, for the request may be held for minutes.
-    let mut response = match Box::pin(read).await {
-        Ok((wishes, bytes, request, model, permit)) => {
-            let arrived_at = cx.clock.now();
-            let (id, moves) = (id.clone(), Arc::default());
-            let pin = model.session_header.as_ref().and_then(|name| parts.headers.get(name));
-            let pin = pin.map(|value| hash(&[value.as_bytes()]));
-            span.set("gen_ai.request.model", &request.model);
-            // They keep the buffer alive that the request was read into.
-            drop(parts);
-            serve(Job {
-                cx,
-                id,
-                request,
-                model,
-                wishes,
-                arrived,
-                arrived_at,
-                bytes,
-                pin,
-                moves,
-                permit,
-                span,
-            })
-            .await
-        }
-        Err(error) => refuse(&cx, task, error),
-    };
-    if let Ok(id) = HeaderValue::from_str(id.as_str()) {
-        response.headers_mut().insert(REQUEST_ID, id);
-    }
-    response
+    let who = cx.caller(&parts.headers)?;
+    let mut wishes = Wishes::read(&parts.headers)?;
+    wishes.flow = wishes.flow.or(Some(who.flow()));
+    let (body, counted) = body::read(&parts.headers, body, &cx.reading).await?;
+    let bytes = body.len() as u64;
+    let request = parse(task, body).await?;
+    let model = resolve(&cx, &request, &who).await?;
+    let permit = who.admit()?;
+    drop(counted);
+    let pin = model.session_header.as_ref().and_then(|name| parts.headers.get(name));
+    let pin = pin.map(|value| hash(&[value.as_bytes()]));
+    span.set("gen_ai.request.model", &request.model);
+    let (arrived_at, moves) = (cx.clock.now(), Arc::default());
+    Ok(drive_aside(Job {
+        cx,
+        id,
+        request,
+        model,
+        wishes,
+        arrived,
+        arrived_at,
+        bytes,
+        pin,
+        moves,
+        permit,
+        span,
+    }))
 }
 
 async fn parse(task: Task, bytes: Bytes) -> Result<Request, ApiError> {
@@ -165,52 +190,62 @@ fn refuse(cx: &Context, task: Task, error: ApiError) -> Response<Body> {
     error.into_response()
 }
 
-async fn serve(job: Job) -> Response<Body> {
+fn drive_aside(job: Job) -> Pending {
     let (cx, arrived) = (job.cx.clone(), job.arrived);
     cx.retries.deposit();
-    let lease = Lease {
+    let lease = Arc::new(Lease {
         _body: cx.demand.body(&job.model.name),
         _inflight: cx.in_flight(),
         _permit: job.permit.clone(),
-    };
-    let lease = Arc::new(lease);
+    });
     let (stream, moves) = (job.request.stream, job.moves.clone());
     let (reply, answer) = oneshot::channel();
-    cx.tasks.spawn(drive(job, reply, lease.clone()));
-    let (head, body) = match answer.await {
-        Ok(Answer::Whole(head, bytes)) => (head, LeasedBody::whole(Bytes::from(bytes), lease)),
-        Ok(Answer::Stream(head, pieces)) => (head, LeasedBody::stream(pieces, moves.clone(), lease)),
-        Ok(Answer::Refused(error)) => {
-            let mut response = error.into_response();
-            headers::write_queued(response.headers_mut(), arrived.elapsed());
-            return response;
+    // Boxed: a future has its arguments twice.
+    cx.tasks.spawn(drive(Box::new(job), reply, lease.clone()));
+    Pending { answer, lease, moves, arrived, stream }
+}
+
+impl Pending {
+    /// Waits for the head, and gives the body its lease.
+    async fn response(self) -> Response<Body> {
+        let Pending { answer, lease, moves, arrived, stream } = self;
+        let (head, body) = match answer.await {
+            Ok(Answer::Whole(head, bytes)) => (head, LeasedBody::whole(Bytes::from(bytes), lease)),
+            Ok(Answer::Stream(head, pieces)) => (head, LeasedBody::stream(pieces, moves.clone(), lease)),
+            Ok(Answer::Refused(error)) => {
+                let mut response = error.into_response();
+                headers::write_queued(response.headers_mut(), arrived.elapsed());
+                return response;
+            }
+            // The process is being torn down.
+            Err(_) => return ApiError::new(Code::Draining, "this router is shutting down").into_response(),
+        };
+        let mut response = Response::new(Body::new(body));
+        let headers = response.headers_mut();
+        if stream {
+            headers
+                .insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8"));
+            headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+            // Proxies that gather small pieces would hide the stream.
+            headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
+            headers.insert(header::TRAILER, HeaderValue::from_static("x-pilotlight-migrations"));
+        } else {
+            headers.insert(headers::MIGRATIONS, HeaderValue::from(moves.load(Ordering::Relaxed)));
+            headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
         }
-        // The process is being torn down.
-        Err(_) => return ApiError::new(Code::Draining, "this router is shutting down").into_response(),
-    };
-    let mut response = Response::new(Body::new(body));
-    let headers = response.headers_mut();
-    if stream {
-        headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8"));
-        headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
-        // Proxies that gather small pieces would hide the stream.
-        headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
-        headers.insert(header::TRAILER, HeaderValue::from_static("x-pilotlight-migrations"));
-    } else {
-        headers.insert(headers::MIGRATIONS, HeaderValue::from(moves.load(Ordering::Relaxed)));
-        headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        if let Some(served) = head {
+            served.write(headers);
+        }
+        response
     }
-    if let Some(served) = head {
-        served.write(headers);
-    }
-    response
 }
 
 /// Runs a request's choices and writes what they say. Holds the lease as long as it works.
-async fn drive(job: Job, reply: oneshot::Sender<Answer>, _lease: Arc<Lease>) {
+async fn drive(job: Box<Job>, reply: oneshot::Sender<Answer>, _lease: Arc<Lease>) {
     let admitted = CancellationToken::new();
     let (out, mut said) = mpsc::channel(SAID_MAX);
-    let running = (0..job.request.choices()).map(|i| choice::run(&job, i, &admitted, out.clone()));
+    // Boxed: the set has room for one more than there are.
+    let running = (0..job.request.choices()).map(|i| Box::pin(choice::run(&job, i, &admitted, out.clone())));
     let mut running: FuturesUnordered<_> = running.collect();
     drop(out);
     let mut client = Client::new(&job, reply);

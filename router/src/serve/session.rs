@@ -121,7 +121,7 @@ impl<'c, 'a> Session<'c, 'a> {
                     }
                 }
                 Some(ask) = self.choice.asks.recv() => {
-                    if let Some(outcome) = self.take(ask).await {
+                    if let Some(outcome) = self.take(*ask).await {
                         return outcome;
                     }
                 }

@@ -79,7 +79,8 @@ pub(crate) struct Record {
     pub(crate) model: ModelName,
     generated: AtomicU32,
     facts: Mutex<Facts>,
-    asks: mpsc::Sender<Ask>,
+    /// Boxed: a channel makes room for 32 at once.
+    asks: mpsc::Sender<Box<Ask>>,
 }
 
 #[derive(Clone, Debug)]
@@ -141,7 +142,7 @@ impl Record {
 
     /// Asks its task; false: it does not listen any more, or has enough to do.
     pub(crate) fn ask(&self, ask: Ask) -> bool {
-        self.asks.try_send(ask).is_ok()
+        self.asks.try_send(Box::new(ask)).is_ok()
     }
 }
 
@@ -174,7 +175,7 @@ impl Sessions {
         id: SessionId,
         label: &str,
         model: &ModelName,
-    ) -> (Entry, mpsc::Receiver<Ask>) {
+    ) -> (Entry, mpsc::Receiver<Box<Ask>>) {
         let (asks, asked) = mpsc::channel(ASKS);
         let facts = Facts {
             state: State::Held,
