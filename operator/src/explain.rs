@@ -32,6 +32,7 @@ fn candidate(candidate: plan::Candidate) -> Candidate {
         why_not: candidate.why_not.map(|why| why.to_string()).unwrap_or_default(),
         note: candidate.note,
         estimate: candidate.estimate.map(|(hold, estimate)| wire(hold, &estimate)),
+        devices: candidate.devices.iter().map(|(device, e)| wire(Hold::Serve(*device), e)).collect(),
     }
 }
 

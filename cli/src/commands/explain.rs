@@ -1,6 +1,6 @@
 //! `pilotlight explain model NAME`: where it would wake, at what cost, why not elsewhere, and what the last cold start cost.
 
-use pilotlight_api::explain::Explanation;
+use pilotlight_api::explain::{Estimate, Explanation};
 use pilotlight_domain::{ByteCount, Phase};
 
 use crate::args::{ExplainArgs, Kind};
@@ -31,32 +31,23 @@ fn for_people(explanation: &Explanation) -> String {
     let mut table =
         Table::new(["NODE", "CHOSEN", "TTFT", "FROM", "ON", "QUEUE", "MOVE", "WARM", "PREFILL", "WHY NOT"]);
     for candidate in &explanation.candidates {
-        let mut cells =
-            vec![candidate.node.clone(), if candidate.chosen { "yes".into() } else { String::new() }];
-        match &candidate.estimate {
-            None => cells.extend(std::iter::repeat_n(String::new(), 7)),
-            Some(estimate) => {
-                let moved = estimate.tiers.iter().map(|tier| {
-                    format!(
-                        "{} to {} in {}",
-                        ByteCount::new(tier.missing_bytes),
-                        tier.tier,
-                        seconds(tier.seconds)
-                    )
-                });
-                cells.extend([
-                    seconds(estimate.total_seconds),
-                    estimate.from.clone(),
-                    estimate.device.clone(),
-                    seconds(estimate.queue_seconds),
-                    moved.collect::<Vec<_>>().join(", "),
-                    seconds(estimate.warm_seconds),
-                    seconds(estimate.prefill_seconds),
-                ]);
+        let why = [candidate.why_not.as_str(), candidate.note.as_str()].join(" ").trim().to_owned();
+        let chosen = if candidate.chosen { "yes" } else { "" };
+        match (&candidate.estimate, candidate.devices.as_slice()) {
+            (None, _) => table.row(row(&candidate.node, chosen, None, why)),
+            // What is ordered, and beside it what answers until then, or would.
+            (Some(_), [gpu, cpu]) => {
+                table.row(row(&candidate.node, chosen, Some(gpu), why));
+                let sooner = gpu.total_seconds - cpu.total_seconds;
+                let note = if sooner > 0.0 {
+                    format!("{} earlier than the accelerator", seconds(sooner))
+                } else {
+                    "no earlier than the accelerator".into()
+                };
+                table.row(row("", "", Some(cpu), note));
             }
+            (Some(estimate), _) => table.row(row(&candidate.node, chosen, Some(estimate), why)),
         }
-        cells.push([candidate.why_not.as_str(), candidate.note.as_str()].join(" ").trim().to_owned());
-        table.row(cells);
     }
     text.push_str(&table.render());
     if let Some(last) = &explanation.last_cold_start {
@@ -69,6 +60,34 @@ fn for_people(explanation: &Explanation) -> String {
         }
     }
     text
+}
+
+fn row(node: &str, chosen: &str, estimate: Option<&Estimate>, why: String) -> Vec<String> {
+    let mut cells = vec![node.to_owned(), chosen.to_owned()];
+    match estimate {
+        None => cells.extend(std::iter::repeat_n(String::new(), 7)),
+        Some(estimate) => {
+            let moved = estimate.tiers.iter().map(|tier| {
+                format!(
+                    "{} to {} in {}",
+                    ByteCount::new(tier.missing_bytes),
+                    tier.tier,
+                    seconds(tier.seconds)
+                )
+            });
+            cells.extend([
+                seconds(estimate.total_seconds),
+                estimate.from.clone(),
+                estimate.device.clone(),
+                seconds(estimate.queue_seconds),
+                moved.collect::<Vec<_>>().join(", "),
+                seconds(estimate.warm_seconds),
+                seconds(estimate.prefill_seconds),
+            ]);
+        }
+    }
+    cells.push(why);
+    cells
 }
 
 /// Milliseconds below a second.

@@ -45,13 +45,16 @@ pub struct Candidate {
     /// Time to first token there; none where nothing could serve.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub estimate: Option<Estimate>,
+    /// The same for each kind of device that it has, the accelerator first.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub devices: Vec<Estimate>,
 }
 
 /// Time to first token: `queue + max(fetch, read, copy) + warm + prefill`. In seconds.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Estimate {
-    /// cpu or gpu: what would be ordered.
+    /// cpu or gpu: what would be ordered, or what this is the time of.
     pub device: String,
     /// The warmest tier there: device, host, disk or remote.
     pub from: String,

@@ -60,6 +60,8 @@ pub struct Order {
     pub claim: Claim,
     /// The tier it was found in, where it is raised to serve.
     pub from: Option<Tier>,
+    /// It served from the CPU there, and shall from an accelerator: until that one is ready it does not count.
+    pub rises: bool,
     /// Set where it stops serving: sessions have until then.
     pub drain_deadline: Option<Timestamp>,
     /// Why, for people.

@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::judge::Fastest;
 use super::{Order, Outlook, Plan, Step};
 use crate::estimate::Estimate;
-use crate::view::{Claim, Hold, ModelEntry, ModelFacts, NodeEntry, Placed, Slot, View};
+use crate::view::{Claim, Device, Hold, ModelEntry, ModelFacts, NodeEntry, Placed, Slot, View};
 use crate::{ByteCount, ModelName, Timestamp};
 
 /// After a failure an order is tried again, first after this, then twice as long each time.
@@ -187,7 +187,9 @@ impl<'v> Draft<'v> {
             // One word per order: the later one knows more.
             self.steps.retain(|step| step.model() != model.name || *step.node() != node.name);
         }
-        if placed_at(model.entry, slot).is_none() && !self.made(model.name).contains(&slot) {
+        let before = placed_at(model.entry, slot).map(|placed| placed.hold);
+        let rises = before == Some(Hold::Serve(Device::Cpu)) && hold == Hold::Serve(Device::Gpu);
+        if before.is_none() && !self.made(model.name).contains(&slot) {
             self.made.entry(model.name).or_default().push(slot);
             self.orders[slot.index()] += 1;
         }
@@ -201,6 +203,7 @@ impl<'v> Draft<'v> {
             content: model.facts.content.clone(),
             claim,
             from: estimate.map(|estimate| estimate.from),
+            rises,
             drain_deadline: drains.then(|| self.now + model.facts.drain),
             reason,
         }));

@@ -5,7 +5,7 @@ use super::judge::{Fit, WhyNot, key};
 use super::{Unplaced, plan_some};
 use crate::estimate::Estimate;
 use crate::scale::Why;
-use crate::view::{Hold, View};
+use crate::view::{Device, Hold, Slot, View};
 use crate::{ModelName, NodeName, Timestamp};
 
 /// One node.
@@ -15,6 +15,8 @@ pub struct Candidate {
     pub node: NodeName,
     /// What would serve, and the time to its first token; none where nothing could.
     pub estimate: Option<(Hold, Estimate)>,
+    /// The same for each kind of device that it has, the accelerator first.
+    pub devices: Vec<(Device, Estimate)>,
     /// It serves, or would be chosen.
     pub chosen: bool,
     /// Why it would not be.
@@ -36,21 +38,24 @@ pub struct Explanation {
     pub unplaced: Option<Unplaced>,
 }
 
+/// A node with what serving there would cost, and whether it can.
+type Judged<'a> = (Option<Fit>, Result<(), WhyNot>, &'a NodeName, Slot);
+
 /// Explains one model; none if there is no such.
 pub fn explain(view: &View, model: &ModelName, now: Timestamp) -> Option<Explanation> {
     let (name, entry) = view.model_key_value(model)?;
     let model = Known { name, entry, facts: entry.facts.as_ref()? };
     let draft = Draft::new(view, now);
     let tiers = draft.tiers(model);
-    let mut judged: Vec<(Option<Fit>, Result<(), WhyNot>, &NodeName)> = view
+    let mut judged: Vec<Judged<'_>> = view
         .nodes()
         .filter(|(_, node)| node.facts.is_some())
         .map(|(slot, node)| {
             let (fit, verdict) = draft.judge(model, slot, &tiers);
-            (fit, verdict, &node.name)
+            (fit, verdict, &node.name, slot)
         })
         .collect();
-    judged.sort_by_key(|(fit, verdict, node)| {
+    judged.sort_by_key(|(fit, verdict, node, _)| {
         let rank = match verdict {
             Err(WhyNot::Serves) => 0,
             Ok(()) => 1,
@@ -59,13 +64,14 @@ pub fn explain(view: &View, model: &ModelName, now: Timestamp) -> Option<Explana
         };
         (rank, fit.as_ref().map(|fit| key(&draft, fit)), *node)
     });
-    let serves = judged.first().is_some_and(|(_, verdict, _)| *verdict == Err(WhyNot::Serves));
+    let serves = judged.first().is_some_and(|(_, verdict, ..)| *verdict == Err(WhyNot::Serves));
     let mut best: Option<Fit> = None;
     let mut candidates = Vec::with_capacity(judged.len());
-    for (fit, verdict, node) in judged {
+    for (fit, verdict, node, slot) in judged {
         let mut candidate = Candidate {
             node: node.clone(),
             estimate: fit.map(|fit| (fit.hold, fit.estimate)),
+            devices: draft.devices(model, slot, &tiers),
             chosen: false,
             why_not: None,
             note: String::new(),

@@ -192,6 +192,14 @@ impl<'v> Draft<'v> {
         (Some(fit), verdict)
     }
 
+    /// What each kind of device there would take, whichever of them is ordered.
+    pub(super) fn devices(&self, model: Known<'v>, slot: Slot, tiers: &Tiers) -> Vec<(Device, Estimate)> {
+        let Some(node) = &self.node(slot).facts else { return Vec::new() };
+        let (cpu, gpu) = fastest_of_each(node, model.facts, tiers.at(model, slot));
+        let named = [(Device::Gpu, gpu), (Device::Cpu, cpu)].into_iter();
+        named.filter_map(|(device, estimate)| Some((device, estimate?))).collect()
+    }
+
     /// What an order to serve from the CPU becomes where its node has an accelerator for it by now, and room.
     pub(super) fn better_device(&self, model: Known<'v>, slot: Slot, placed: &Placed) -> Option<Hold> {
         let node = self.node(slot).facts.as_ref()?;
@@ -301,8 +309,8 @@ fn fits(device: &DeviceFacts, model: &ModelFacts) -> bool {
         }
 }
 
-/// An accelerator serves where there is one that is large enough; its estimate is the CPU's where that answers first.
-fn cheapest(node: &NodeFacts, model: &ModelFacts, from: Tier) -> Option<(Hold, Estimate)> {
+/// The fastest CPU and the fastest accelerator that are large enough.
+fn fastest_of_each(node: &NodeFacts, model: &ModelFacts, from: Tier) -> (Option<Estimate>, Option<Estimate>) {
     let size = model.size.map(|size| size.bytes);
     let need = model.device_memory.or(size).unwrap_or_default();
     let best = |kind: Device| {
@@ -311,8 +319,12 @@ fn cheapest(node: &NodeFacts, model: &ModelFacts, from: Tier) -> Option<(Hold, E
         });
         devices.map(|device| estimate(node, device, size, from)).min_by_key(Estimate::total)
     };
-    let (cpu, gpu) = (best(Device::Cpu), best(Device::Gpu));
-    match (cpu, gpu) {
+    (best(Device::Cpu), best(Device::Gpu))
+}
+
+/// An accelerator serves where there is one that is large enough; its estimate is the CPU's where that answers first.
+fn cheapest(node: &NodeFacts, model: &ModelFacts, from: Tier) -> Option<(Hold, Estimate)> {
+    match fastest_of_each(node, model, from) {
         (Some(cpu), Some(gpu)) if model.content.cpu_sessions > 0 && cpu.total() < gpu.total() => {
             Some((Hold::Serve(Device::Gpu), cpu))
         }

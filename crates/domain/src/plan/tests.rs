@@ -3,7 +3,7 @@
 
 use super::*;
 use crate::replica::Cause;
-use crate::view::{Demand, NodeState};
+use crate::view::{Demand, Device, NodeState};
 use crate::world::{World, model, node};
 
 fn two_nodes() -> World {
@@ -381,4 +381,22 @@ fn a_lost_node_is_no_reason_to_panic() {
     view.set_node_state(&node("n9"), NodeState::Lost);
     view.change_demand(&model("nobody"), |demand: &mut Demand| demand.held = 1);
     assert!(plan(&view, world.now).is_empty());
+}
+
+#[test]
+fn explain_shows_cpu_and_accelerator_side_by_side() {
+    let world = World::new()
+        .node("n1", "gpu=2GiB has=a:disk")
+        .node("n2", "")
+        .model("a", "size=1GB")
+        .cached("a", "n1");
+    let explanation = explain(&world.view, &model("a"), world.now).unwrap();
+    let kinds = |at: usize| explanation.candidates[at].devices.iter().map(|(device, _)| *device).collect();
+    let (both, one): (Vec<Device>, Vec<Device>) = (kinds(0), kinds(1));
+    assert_eq!((both, one), (vec![Device::Gpu, Device::Cpu], vec![Device::Cpu]));
+    // What was estimated for the order is one of the two.
+    let first = &explanation.candidates[0];
+    assert!(
+        first.devices.iter().any(|(_, estimate)| Some(estimate) == first.estimate.as_ref().map(|(_, e)| e))
+    );
 }
