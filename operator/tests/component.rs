@@ -40,7 +40,8 @@ stories! {
     explain_says_where_and_why_not,
     two_operators_do_no_harm,
     one_leads_and_the_other_takes_over,
-    the_http_face_wakes_and_explains;
+    the_http_face_wakes_and_explains,
+    an_order_of_no_model_is_withdrawn;
     on_kubernetes:
     a_cordoned_machine_is_emptied_and_taken_again,
     a_machine_that_goes_takes_its_node_along,
@@ -322,6 +323,19 @@ async fn the_http_face_wakes_and_explains(cluster: Cluster) {
     assert_eq!(ask("GET", "/operator/v1/explain/default/b", String::new()).await.0, 404);
     assert_eq!(ask("GET", "/operator/v1/explain/default/B", String::new()).await.0, 400);
     assert!(matches!(ask("POST", "/operator/v1/demand", "{".into()).await.0, 400 | 422));
+    cluster.stop().await;
+}
+
+async fn an_order_of_no_model_is_withdrawn(cluster: Cluster) {
+    let mut cluster = cluster;
+    cluster.node("n1", "2GiB").await;
+    cluster.orphan("ghost", "n1").await;
+    cluster.no_replica("ghost", "n1").await;
+    // Also one that was left while nobody looked.
+    cluster.without_operator().await;
+    cluster.orphan("ghost", "n1").await;
+    cluster.restart_operator().await;
+    cluster.no_replica("ghost", "n1").await;
     cluster.stop().await;
 }
 

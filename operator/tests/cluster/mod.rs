@@ -166,6 +166,18 @@ impl Cluster {
         self.store.apply(&model).await.unwrap();
     }
 
+    /// An order that nobody owns.
+    pub(crate) async fn orphan(&self, model: &str, node: &str) {
+        let order: ModelReplica = serde_json::from_value(serde_json::json!({
+            "apiVersion": "pilotlight.dev/v1alpha1", "kind": "ModelReplica",
+            "metadata": { "name": format!("{model}-{node}"), "namespace": "default" },
+            "spec": { "modelName": model, "modelUid": "gone", "nodeName": node, "sourceUri": "file:///models/a",
+                "hold": "Disk", "device": "Cpu", "orderGeneration": 1 },
+        }))
+        .unwrap();
+        self.store.apply(&order).await.unwrap();
+    }
+
     pub(crate) async fn delete(&self, name: &str) {
         self.store.delete::<Model>("default", name).await.unwrap();
     }
