@@ -12,7 +12,10 @@ use pilotlight_domain::session::{Grammar, Input, TokenId};
 use serde_json::Value;
 
 use super::grammar::Vocabulary;
-use super::{ChatTemplate, Constraint, GrammarError, TextError, Tokenizer};
+use super::{ChatTemplate, Constraint, GrammarError, TextError, Tokenizer, read_file};
+
+/// Bytes of a configuration or a template; real ones have less than two million.
+const TEXT_BYTES_MAX: u64 = 16 << 20;
 
 /// What `generation_config.json` says about sampling; none where it says nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -48,12 +51,10 @@ impl ModelText {
     /// When a file that is there cannot be understood. A template that cannot be compiled is no error here: it is
     /// told to those who chat.
     pub fn open(folder: &Path) -> Result<Self, TextError> {
-        let tokenizer = match folder.join("tokenizer.json") {
-            path if path.exists() => Some(Tokenizer::open(&path)?),
-            _ => None,
-        };
+        let tokenizer = Tokenizer::open(&folder.join("tokenizer.json"))?;
         let about_tokenizer = read_json(&folder.join("tokenizer_config.json"))?;
-        let generation = read_json(&folder.join("generation_config.json"))?;
+        let generation_path = folder.join("generation_config.json");
+        let generation = read_json(&generation_path)?;
         let config = read_json(&folder.join("config.json"))?;
         let mut special_tokens = special_tokens(&read_json(&folder.join("special_tokens_map.json"))?);
         special_tokens.extend(self::special_tokens(&about_tokenizer));
@@ -71,7 +72,8 @@ impl ModelText {
             Some(source) => ChatTemplate::compile(&source, special_tokens).map_err(|error| error.to_string()),
             None => Err("the model has no chat template: send a prompt to /v1/completions, or put chat_template.jinja into its checkpoint".into()),
         };
-        let (defaults, vocabulary) = (sampling_defaults(&generation), OnceLock::new());
+        let defaults = sampling_defaults(&generation_path, &generation)?;
+        let vocabulary = OnceLock::new();
         Ok(ModelText { tokenizer, template, end_tokens, defaults, vocabulary })
     }
 
@@ -132,13 +134,8 @@ impl ModelText {
 
 /// A JSON file; `Null` when there is none.
 fn read_json(path: &Path) -> Result<Value, TextError> {
-    match std::fs::read(path) {
-        Ok(bytes) => {
-            serde_json::from_slice(&bytes).map_err(|source| TextError::Json { path: path.into(), source })
-        }
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Value::Null),
-        Err(source) => Err(TextError::Read { path: path.into(), source }),
-    }
+    let Some(bytes) = read_file(path, TEXT_BYTES_MAX)? else { return Ok(Value::Null) };
+    serde_json::from_slice(&bytes).map_err(|source| TextError::Json { path: path.into(), source })
 }
 
 /// One id or a list of them.
@@ -161,10 +158,9 @@ fn special_tokens(about: &Value) -> BTreeMap<String, String> {
 /// The template: its own file first, then the tokenizer's configuration, as a text or as a list with names.
 fn template_source(folder: &Path, about: &Value) -> Result<Option<String>, TextError> {
     let path = folder.join("chat_template.jinja");
-    match std::fs::read_to_string(&path) {
-        Ok(source) => return Ok(Some(source)),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
-        Err(source) => return Err(TextError::Read { path, source }),
+    if let Some(bytes) = read_file(&path, TEXT_BYTES_MAX)? {
+        let source = String::from_utf8(bytes);
+        return source.map(Some).map_err(|_| TextError::File { path, what: "is not UTF-8".into() });
     }
     Ok(match &about["chat_template"] {
         Value::String(source) => Some(source.clone()),
@@ -176,13 +172,31 @@ fn template_source(folder: &Path, about: &Value) -> Result<Option<String>, TextE
     })
 }
 
-fn sampling_defaults(generation: &Value) -> SamplingDefaults {
-    let number = |name: &str| generation[name].as_f64().map(|value| value as f32);
-    SamplingDefaults {
-        temperature: number("temperature"),
-        top_p: number("top_p"),
+/// The fields of `generation_config.json`, within the bounds that a request's have.
+fn sampling_defaults(path: &Path, generation: &Value) -> Result<SamplingDefaults, TextError> {
+    let number = |field: &'static str, good: fn(f64) -> bool, expected| match &generation[field] {
+        Value::Null => Ok(None),
+        value => match value.as_f64().filter(|number| good(*number)) {
+            Some(number) => Ok(Some(number as f32)),
+            None => Err(TextError::Value { path: path.into(), field, found: shown(value), expected }),
+        },
+    };
+    let share = |n| (0.0..=1.0).contains(&n);
+    Ok(SamplingDefaults {
+        temperature: number("temperature", |n| (0.0..=100.0).contains(&n), "a number from 0 to 100")?,
+        top_p: number("top_p", share, "a number from 0 to 1")?,
+        // 0 and -1 are off, as is what is no number of tokens.
         top_k: generation["top_k"].as_u64().and_then(|value| u32::try_from(value).ok()),
-        min_p: number("min_p"),
-        repetition_penalty: number("repetition_penalty"),
-    }
+        min_p: number("min_p", share, "a number from 0 to 1")?,
+        repetition_penalty: number(
+            "repetition_penalty",
+            |n| n > 0.01 && n <= 100.0,
+            "a number above 0.01, to 100",
+        )?,
+    })
+}
+
+/// A value as written, if it is short.
+fn shown(value: &Value) -> String {
+    value.to_string().chars().take(60).collect()
 }

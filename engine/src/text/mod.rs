@@ -28,7 +28,7 @@ pub use stream::TextStream;
 pub use template::ChatTemplate;
 pub use tokenizer::Tokenizer;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Why a checkpoint's text side cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -40,6 +40,26 @@ pub enum TextError {
         path: PathBuf,
         /// Why.
         source: std::io::Error,
+    },
+    /// A file is longer than any real one, or no file at all.
+    #[error("{path:?} {what}; fetch it again")]
+    File {
+        /// Which one.
+        path: PathBuf,
+        /// What is wrong with it.
+        what: String,
+    },
+    /// A field has a value that cannot be.
+    #[error("{path:?}: `{field}` is {found}, expected {expected}; correct it, or take the line out")]
+    Value {
+        /// Which file.
+        path: PathBuf,
+        /// Its name.
+        field: &'static str,
+        /// As written.
+        found: String,
+        /// What would do.
+        expected: &'static str,
     },
     /// A file is not JSON, or not of the expected form.
     #[error("read {path:?} as JSON")]
@@ -65,5 +85,24 @@ pub enum TextError {
     Template(String),
 }
 
+/// A file of at most `bytes_max`; none when it is not there.
+fn read_file(path: &Path, bytes_max: u64) -> Result<Option<Vec<u8>>, TextError> {
+    let refuse = |what: String| TextError::File { path: path.into(), what };
+    let about = match std::fs::metadata(path) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        about => about.map_err(|source| TextError::Read { path: path.into(), source })?,
+    };
+    // Pipes and devices have no length, and reading one may never end.
+    if !about.is_file() {
+        return Err(refuse("is not a file".into()));
+    }
+    if about.len() > bytes_max {
+        return Err(refuse(format!("has {} bytes, and at most {bytes_max} are read", about.len())));
+    }
+    std::fs::read(path).map(Some).map_err(|source| TextError::Read { path: path.into(), source })
+}
+
+#[cfg(test)]
+mod hostile;
 #[cfg(test)]
 mod tests;

@@ -99,7 +99,7 @@ fn a_metaspace_tokenizer_keeps_its_spaces_in_a_stream() {
     });
     let path = folder.path().join("tokenizer.json");
     std::fs::write(&path, tokenizer.to_string()).unwrap();
-    let tokenizer = Tokenizer::open(&path).unwrap();
+    let tokenizer = Tokenizer::open(&path).unwrap().unwrap();
     let mut stream = TextStream::new(&[]);
     let said: Vec<String> =
         [7, 8, 9, 2, 10, 6, 3, 4, 5, 7].iter().map(|id| stream.push(&tokenizer, *id).text).collect();

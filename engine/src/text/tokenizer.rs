@@ -1,15 +1,22 @@
 //! A checkpoint's tokenizer: `tokenizer.json`, as the `tokenizers` library reads it.
 //!
+//! The file is data from outside, and the library panics at some files: a panic is an error where a file is read or a
+//! text becomes ids, and no text where ids become text. It must not end the step thread, and every other session with it.
+//!
 //! It deliberately adds no token of its own accord: a BOS comes from the tokenizer's post-processor or the template.
 
 use std::collections::{HashMap, HashSet};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 
 use pilotlight_domain::session::TokenId;
 use serde_json::Value;
 use tokenizers::Tokenizer as Inner;
 
-use super::{Pieces, TextError};
+use super::{Pieces, TextError, read_file};
+
+/// Bytes of a `tokenizer.json`: those of vocabularies of 256 Ki tokens have 35 million.
+const FILE_BYTES_MAX: u64 = 128 << 20;
 
 /// Ids that are looked at one by one.
 const IDS_MAX: TokenId = 1 << 20;
@@ -23,24 +30,20 @@ pub struct Tokenizer {
 }
 
 impl Tokenizer {
-    /// Reads `tokenizer.json` at `path`.
+    /// Reads `tokenizer.json` at `path`; none when it is not there.
     ///
     /// # Errors
     /// When it cannot be read or understood.
-    pub fn open(path: &Path) -> Result<Self, TextError> {
-        let bytes = std::fs::read(path).map_err(|source| TextError::Read { path: path.into(), source })?;
+    pub fn open(path: &Path) -> Result<Option<Self>, TextError> {
+        let Some(bytes) = read_file(path, FILE_BYTES_MAX)? else { return Ok(None) };
         let json: Value =
             serde_json::from_slice(&bytes).map_err(|source| TextError::Json { path: path.into(), source })?;
-        let refuse =
-            |error: tokenizers::Error| TextError::Tokenizer { path: path.into(), message: error.to_string() };
-        let mut inner = Inner::from_bytes(&bytes).map_err(refuse)?;
-        // Kept in the file by training scripts; no caller wants a prompt cut or padded behind its back.
-        inner.with_truncation(None).map_err(refuse)?;
-        inner.with_padding(None);
+        let inner = guarded(|| inner(&bytes)).and_then(|read| read.map_err(|error| error.to_string()));
+        let inner = inner.map_err(|message| TextError::Tokenizer { path: path.into(), message })?;
         let added = inner.get_added_tokens_decoder();
         let special = added.iter().filter(|(_, token)| token.special).map(|(id, _)| *id).collect();
         let byte_of_char = mentions_type(&json["decoder"], "ByteLevel").then(byte_level_alphabet);
-        Ok(Tokenizer { inner, special, byte_of_char })
+        Ok(Some(Tokenizer { inner, special, byte_of_char }))
     }
 
     /// The ids of a text. With `add_special`, the post-processor adds what the tokenizer adds around a text (a BOS).
@@ -49,11 +52,9 @@ impl Tokenizer {
     /// # Errors
     /// When the tokenizer cannot represent it.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<TokenId>, TextError> {
-        let encoding = self
-            .inner
-            .encode_fast(text, add_special)
-            .map_err(|error| TextError::Encode(error.to_string()))?;
-        Ok(encoding.get_ids().to_vec())
+        let encoded = guarded(|| self.inner.encode_fast(text, add_special))
+            .and_then(|encoded| encoded.map_err(|error| error.to_string()));
+        Ok(encoded.map_err(TextError::Encode)?.get_ids().to_vec())
     }
 
     /// The id of a token by its exact name, such as `</s>`.
@@ -94,7 +95,7 @@ impl Tokenizer {
     }
 
     fn decode_all(&self, ids: &[TokenId]) -> String {
-        self.inner.decode(ids, false).unwrap_or_default()
+        guarded(|| self.inner.decode(ids, false).unwrap_or_default()).unwrap_or_default()
     }
 }
 
@@ -114,6 +115,19 @@ impl std::fmt::Debug for Tokenizer {
             .field("vocabulary", &self.inner.get_vocab_size(true))
             .finish_non_exhaustive()
     }
+}
+
+fn inner(bytes: &[u8]) -> tokenizers::Result<Inner> {
+    let mut inner = Inner::from_bytes(bytes)?;
+    // Kept in the file by training scripts; no caller wants a prompt cut or padded behind its back.
+    inner.with_truncation(None)?;
+    inner.with_padding(None);
+    Ok(inner)
+}
+
+/// What the library says, or that it panicked.
+fn guarded<T>(work: impl FnOnce() -> T) -> Result<T, String> {
+    catch_unwind(AssertUnwindSafe(work)).map_err(|_| "the tokenizer library fails at it".into())
 }
 
 /// Whether this part of a `tokenizer.json` has a component of that type, nested or not.
