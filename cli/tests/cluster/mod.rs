@@ -1,0 +1,215 @@
+//! The real programs on a real control plane, in a few words: an operator, a router and agents as plain processes, each
+//! with a kubeconfig, as pods have theirs.
+#![allow(
+    dead_code,
+    unreachable_pub,
+    clippy::unwrap_used,
+    clippy::disallowed_methods,
+    reason = "test support: each test file uses a part of it, and a failed test is what unwrap is for"
+)]
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use http_body_util::{BodyExt as _, Full};
+use hyper::body::{Bytes, Incoming};
+use hyper_util::client::legacy::{Client, connect::HttpConnector};
+use hyper_util::rt::TokioExecutor;
+use pilotlight_e2e::guard::Program;
+use pilotlight_e2e::{Level, TestEnv, wait};
+use serde_json::{Value, json};
+
+/// Nothing here takes so long, also on a busy machine with two cores.
+pub const PATIENCE: Duration = Duration::from_secs(90);
+
+/// A leader that was killed is followed after so long.
+const LEASE_SECONDS: u32 = 5;
+
+/// Clusters are big: one at a time.
+static ALONE: Mutex<()> = Mutex::new(());
+
+/// A control plane with Pilotlight's kinds, and the programs that were started on it.
+pub struct Fleet {
+    pub env: TestEnv,
+    client: Client<HttpConnector, Full<Bytes>>,
+    _alone: MutexGuard<'static, ()>,
+}
+
+/// One of our programs.
+pub struct Part {
+    pub program: Program,
+    /// Where it listens.
+    pub url: String,
+}
+
+impl Fleet {
+    /// A control plane of its own with our kinds; nothing where there is none to start.
+    pub fn start() -> Option<Fleet> {
+        let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let env = TestEnv::start(Level::B)?;
+        let admin = env.admin();
+        for file in ["models", "modelreplicas", "modelnodes"] {
+            let path = root().join(format!("charts/pilotlight/files/crds/{file}.yaml"));
+            admin.apply(&std::fs::read_to_string(path).unwrap());
+        }
+        admin.ok(&["wait", "--for=condition=Established", "crd", "--all", "--timeout=60s"]);
+        admin.ok(&["create", "namespace", "pilotlight-system"]);
+        let client = Client::builder(TokioExecutor::new()).build(HttpConnector::new());
+        Some(Fleet { env, client, _alone: alone })
+    }
+
+    /// One of our programs, once it says that it is ready.
+    pub fn part(&self, name: &str, args: &[&str]) -> Part {
+        let mut command = Command::new(program());
+        command
+            .args(args)
+            .arg("--kubeconfig")
+            .arg(self.env.admin().kubeconfig())
+            .args(["--listen", "127.0.0.1:0"])
+            .env("XDG_DATA_HOME", self.env.folder());
+        let mut program = self.env.spawn(name, &mut command);
+        let url = wait(&format!("{name} to be ready"), PATIENCE, || {
+            assert!(program.runs(), "{}", program.last_words());
+            program.log().lines().find_map(|line| {
+                // An agent says it in its log.
+                let said = line
+                    .strip_prefix("ready ")
+                    .or_else(|| line.split_once("endpoint=\"")?.1.split('"').next());
+                said.map(str::to_owned)
+            })
+        });
+        Part { program, url }
+    }
+
+    /// An operator that may lead.
+    pub fn operator(&self, identity: &str) -> Part {
+        let lease = LEASE_SECONDS.to_string();
+        self.part(identity, &["operator", "--identity", identity, "--lease-seconds", &lease])
+    }
+
+    /// A router that speaks to this operator.
+    pub fn router(&self, operator: &Part) -> Part {
+        self.part("router", &["router", "--operator", &operator.url])
+    }
+
+    /// The agent of a node, on this machine's processor.
+    pub fn agent(&self, node: &str) -> Part {
+        let data = self.env.folder().join(format!("data-{node}"));
+        let data = data.to_str().unwrap();
+        self.part(node, &["agent", "--node", node, "--data-dir", data, "--host-memory", "256MiB"])
+    }
+
+    /// Waits until kubectl finds the object and it satisfies the predicate.
+    pub fn until(&self, what: &str, args: &[&str], mut holds: impl FnMut(&Value) -> bool) -> Value {
+        let mut last = Value::Null;
+        let end = std::time::Instant::now() + PATIENCE;
+        loop {
+            if let Some(object) = self.env.admin().get(args) {
+                if holds(&object) {
+                    return object;
+                }
+                last = object;
+            }
+            assert!(std::time::Instant::now() < end, "{args:?} never came to: {what}\n{last:#}");
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+
+    /// Posts JSON; the body comes as it comes.
+    pub async fn send(&self, part: &Part, path: &str, body: &Value) -> http::Response<Incoming> {
+        let request = http::Request::post(format!("{}{path}", part.url))
+            .header("content-type", "application/json")
+            .body(Full::new(body.to_string().into()))
+            .unwrap();
+        tokio::time::timeout(PATIENCE, self.client.request(request))
+            .await
+            .expect("an answer in time")
+            .unwrap()
+    }
+
+    /// One answered completion; its text.
+    pub async fn complete(&self, router: &Part, model: &str) -> String {
+        let request = json!({ "model": model, "prompt": "ROMEO:", "max_tokens": 16, "temperature": 0 });
+        let answer = self.send(router, "/v1/completions", &request).await;
+        let status = answer.status();
+        let bytes =
+            tokio::time::timeout(PATIENCE, answer.into_body().collect()).await.unwrap().unwrap().to_bytes();
+        let text = String::from_utf8_lossy(&bytes);
+        assert!(status.is_success(), "{status} {text}\n{}", router.program.last_words());
+        let answer: Value = serde_json::from_slice(&bytes).unwrap();
+        answer["choices"][0]["text"].as_str().unwrap().to_owned()
+    }
+
+    /// A long streamed completion, word for word; `disturb` is called when its first words are there.
+    pub async fn stream(&self, router: &Part, model: &str, disturb: impl FnOnce()) -> String {
+        let request = json!({ "model": model, "prompt": "ROMEO:", "max_tokens": 3_000, "temperature": 0,
+                              "ignore_eos": true, "stream": true });
+        let answer = self.send(router, "/v1/completions", &request).await;
+        assert!(answer.status().is_success(), "{}", router.program.last_words());
+        let (mut body, mut text, mut disturb) = (answer.into_body(), String::new(), Some(disturb));
+        while let Some(frame) = tokio::time::timeout(PATIENCE, body.frame()).await.expect("words in time") {
+            text.push_str(&String::from_utf8_lossy(frame.unwrap().data_ref().unwrap_or(&Bytes::new())));
+            if text.contains("\"text\":\"")
+                && let Some(disturb) = disturb.take()
+            {
+                disturb();
+            }
+        }
+        assert!(text.trim_end().ends_with("data: [DONE]"), "{text}");
+        let chunks =
+            text.lines().filter_map(|line| serde_json::from_str::<Value>(line.strip_prefix("data: ")?).ok());
+        chunks.map(|chunk| chunk["choices"][0]["text"].as_str().unwrap_or_default().to_owned()).collect()
+    }
+
+    /// The value of a metric of one of our programs, summed over its labels.
+    pub async fn metric(&self, part: &Part, name: &str) -> f64 {
+        let uri = format!("{}/metrics", part.url).parse().unwrap();
+        let answer = self.client.get(uri).await.unwrap().into_body().collect().await.unwrap();
+        let text = String::from_utf8(answer.to_bytes().to_vec()).unwrap();
+        let of = |line: &&str| line.strip_prefix(name).is_some_and(|rest| rest.starts_with([' ', '{']));
+        text.lines().filter(of).filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum()
+    }
+}
+
+/// The program under test, or another build of it that `PILOTLIGHT_PROGRAM` names.
+fn program() -> PathBuf {
+    std::env::var_os("PILOTLIGHT_PROGRAM")
+        .map_or_else(|| env!("CARGO_BIN_EXE_pilotlight").into(), PathBuf::from)
+}
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+/// A Model of the demo's checkpoint that sleeps after a second.
+pub fn demo(name: &str, namespace: &str) -> String {
+    model(name, namespace, &root().join("models/demo").canonicalize().unwrap())
+}
+
+/// The demo's checkpoint with room for long answers: positions are computed, so that its weights do not change.
+pub fn long_demo(env: &TestEnv) -> PathBuf {
+    let made = env.folder().join("long");
+    std::fs::create_dir(&made).unwrap();
+    for file in std::fs::read_dir(root().join("models/demo")).unwrap() {
+        let file = file.unwrap();
+        if file.file_type().unwrap().is_file() {
+            std::fs::copy(file.path(), made.join(file.file_name())).unwrap();
+        }
+    }
+    let config = std::fs::read_to_string(made.join("config.json")).unwrap();
+    let mut config: Value = serde_json::from_str(&config).unwrap();
+    config["max_position_embeddings"] = json!(8192);
+    std::fs::write(made.join("config.json"), config.to_string()).unwrap();
+    made
+}
+
+/// A Model of a folder's checkpoint that sleeps after a second.
+pub fn model(name: &str, namespace: &str, folder: &Path) -> String {
+    format!(
+        "apiVersion: pilotlight.dev/v1alpha1\nkind: Model\nmetadata: {{ name: {name}, namespace: {namespace} }}\n\
+         spec:\n  source: {{ uri: \"file://{}\" }}\n  scaling: {{ idleSeconds: 1 }}\n",
+        folder.display()
+    )
+}
