@@ -11,8 +11,9 @@
 //!   rename, after its bytes were read back from the disk.
 //! - One source file stays one file; several are cut anew (see [`crate::layout`]) under the standard names, with a new index.
 //! - A source that is ours already is copied byte for byte, each chunk checked on the way; its digest stays.
-//! - Other files come as they are, except what could run code or is not the model: pickles, Python code, hidden files, folders,
-//!   other frameworks' weights, safetensors that the checkpoint does not use. They are named in [`Converted::skipped`].
+//! - Of other files those come, as they are, that are the model's: configurations (`*config.json`), tokenizer and chat
+//!   templates, and its README and licence. All others are named in [`Converted::skipped`]: code, pickles, other
+//!   frameworks' weights, training's leftovers, hidden files, folders, safetensors that the checkpoint does not use.
 //!
 //! It does **not** fetch anything, and never writes to the source.
 

@@ -22,34 +22,23 @@ pub(super) struct Others {
     pub(super) skipped: Vec<String>,
 }
 
-/// Whether a file that is not of the checkpoint's tensors belongs to the model. Pickles and code can run things; other
-/// formats' weights would double the size for nobody.
+/// Whether a file that is not of the checkpoint's tensors belongs to the model: its configurations, what its tokenizer and
+/// its templates are made of, and what people must know of it. Everything else is somebody's tool, log or other format:
+/// pickles and code can run things, others' weights double the size for nobody.
 fn belongs(name: &str) -> bool {
-    const LEFT_OUT: [&str; 17] = [
-        ".bin",
-        ".pt",
-        ".pth",
-        ".pkl",
-        ".pickle",
-        ".ckpt",
-        ".h5",
-        ".msgpack",
-        ".ot",
-        ".onnx",
-        ".gguf",
-        ".npz",
-        ".safetensors",
-        ".py",
-        ".pyc",
-        ".incomplete",
-        ".lock",
-    ];
+    const ENDS: [&str; 5] = ["config.json", ".model", ".jinja", ".tiktoken", "tekken.json"];
+    const BEGINS: [&str; 5] = ["tokenizer", "vocab", "merges", "chat_template", "spiece"];
+    const NAMES: [&str; 2] = ["special_tokens_map.json", "added_tokens.json"];
+    const FOR_PEOPLE: [&str; 6] = ["readme", "license", "licence", "notice", "copying", "use_policy"];
     let lower = name.to_ascii_lowercase();
+    let (text, data) = ([".txt", ".md", ""], [".json", ".txt", ".model", ".jinja"]);
+    let ending = lower.rfind('.').map_or("", |dot| &lower[dot..]);
     check_file_name(name).is_ok()
         && name != manifest::FILE_NAME
-        && name != INDEX_NAME
-        && !lower.ends_with(".index.json")
-        && !LEFT_OUT.iter().any(|end| lower.ends_with(end))
+        && (ENDS.iter().any(|end| lower.ends_with(end))
+            || NAMES.contains(&lower.as_str())
+            || (data.contains(&ending) && BEGINS.iter().any(|begin| lower.starts_with(begin)))
+            || (text.contains(&ending) && FOR_PEOPLE.iter().any(|begin| lower.starts_with(begin))))
 }
 
 /// What is in a source folder beside its tensors. Of ours: exactly what its manifest lists.
@@ -151,12 +140,24 @@ mod tests {
             "vocab.json",
             "merges.txt",
             "chat_template.jinja",
+            "preprocessor_config.json",
+            "sentencepiece.bpe.model",
+            "vocab.txt",
+            "qwen.tiktoken",
+            "added_tokens.json",
             "README.md",
             "LICENSE",
+            "LICENSE.txt",
         ] {
             assert!(belongs(name), "{name}");
         }
         for name in [
+            "requirements.txt",
+            "train.json",
+            "trainer_state.json",
+            "train.log",
+            "tokenizer.py",
+            "readme.py",
             "pytorch_model.bin",
             "optimizer.PT",
             "modeling_custom.py",
