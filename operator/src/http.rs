@@ -113,14 +113,7 @@ impl Handle {
 async fn demand(State(handle): State<Handle>, Json(report): Json<DemandReport>) -> Response {
     match handle.demand(report).await {
         Some(answer) => Json(answer).into_response(),
-        None => {
-            let why = if *handle.leads.borrow() {
-                "the operator is behind: repeat the report\n"
-            } else {
-                "this operator does not lead: repeat the report\n"
-            };
-            (StatusCode::SERVICE_UNAVAILABLE, [(header::RETRY_AFTER, "1")], why).into_response()
-        }
+        None => again(&handle),
     }
 }
 
@@ -130,11 +123,19 @@ async fn place(State(handle): State<Handle>, Json(place): Json<Place>) -> Respon
         Some(Err(message)) => {
             (StatusCode::CONFLICT, Json(serde_json::json!({ "message": message }))).into_response()
         }
-        None => {
-            let why = "this operator does not lead, or is behind: repeat it\n";
-            (StatusCode::SERVICE_UNAVAILABLE, [(header::RETRY_AFTER, "1")], why).into_response()
-        }
+        None => again(&handle),
     }
+}
+
+/// Why it should be asked again. Who does not lead closes the connection: behind one address are several operators, and a
+/// connection that was kept would lead here for ever.
+fn again(handle: &Handle) -> Response {
+    let (name, value, why) = if *handle.leads.borrow() {
+        (header::RETRY_AFTER, "1", "the operator is behind: repeat it\n")
+    } else {
+        (header::CONNECTION, "close", "this operator does not lead: repeat it\n")
+    };
+    (StatusCode::SERVICE_UNAVAILABLE, [(name, value)], why).into_response()
 }
 
 async fn explain(State(handle): State<Handle>, Path((namespace, name)): Path<(String, String)>) -> Response {
@@ -146,5 +147,35 @@ async fn explain(State(handle): State<Handle>, Path((namespace, name)): Path<(St
     match handle.explain(model).await {
         Some(explanation) => Json(explanation).into_response(),
         None => (StatusCode::NOT_FOUND, text).into_response(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use axum::body::Body;
+    use axum::http::Request;
+    use tower::ServiceExt as _;
+
+    use super::*;
+
+    async fn asked(leads: bool) -> Response {
+        let (asks, nobody) = mpsc::channel(1);
+        drop(nobody);
+        let (_leads, led) = watch::channel(leads);
+        let (_ready, ready) = watch::channel(Readiness::Ready);
+        let request = Request::post("/operator/v1/demand").header(header::CONTENT_TYPE, "application/json");
+        let request = request.body(Body::from(r#"{"router":"r","models":[]}"#)).unwrap();
+        Handle { asks, leads: led, ready }.routes().oneshot(request).await.unwrap()
+    }
+
+    #[tokio::test]
+    async fn who_does_not_lead_closes_the_connection_and_who_is_behind_keeps_it() {
+        let follower = asked(false).await;
+        assert_eq!(follower.status(), StatusCode::SERVICE_UNAVAILABLE);
+        assert_eq!(follower.headers()[header::CONNECTION], "close");
+        let leader = asked(true).await;
+        assert_eq!(leader.status(), StatusCode::SERVICE_UNAVAILABLE);
+        assert!(leader.headers().get(header::CONNECTION).is_none());
+        assert_eq!(leader.headers()[header::RETRY_AFTER], "1");
     }
 }

@@ -157,7 +157,7 @@ pub(super) async fn placed(cx: &Context, model: &ModelName, node: &str) -> Resul
     }
     let order = json!({ "model": model, "node": node, "seconds": PLACED_FOR_SECONDS });
     let url = format!("{}/operator/v1/place", cx.operator);
-    let told = cx.agents.tell(&url, &order).await;
+    let told = cx.agents.post::<_, serde_json::Value>(&url, &order).await;
     told.map_err(|error| format!("the operator did not place `{model}` there: {error}"))?;
     let waiting = async {
         loop {

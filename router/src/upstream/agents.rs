@@ -27,6 +27,9 @@ const ANSWER_BYTES_MAX: usize = 1 << 20;
 /// this. An agent that is stopped has a kernel that still takes connections.
 const ANSWERS_WITHIN: Duration = Duration::from_secs(10);
 
+/// Of two operators eight connections in a row miss the leader once in 256 times; then the caller's back-off helps.
+const ASKS_AT_ONCE: u32 = 8;
+
 /// The end of an answer comes with its last event, or is not worth waiting for.
 const FINISH_MAX: Duration = Duration::from_secs(1);
 
@@ -96,7 +99,7 @@ impl Agents {
         let unreachable = |cause: String| OpenError::Unreachable { url: url.clone(), cause };
         let body = serde_json::to_vec(&spec).map_err(|e| unreachable(e.to_string()))?;
         drop(spec);
-        let answering = tokio::time::timeout(ANSWERS_WITHIN, self.send_in(span, &url, body));
+        let answering = tokio::time::timeout(ANSWERS_WITHIN, self.send_in(span, &url, body.into()));
         let answered = answering.await.map_err(|_| unreachable("it does not answer".into()))?;
         let response = answered.map_err(&unreachable)?;
         let status = response.status();
@@ -132,56 +135,73 @@ impl Agents {
     /// Posts JSON, and reads nothing but whether it was taken.
     pub(crate) async fn tell<T: Serialize>(&self, url: &str, what: &T) -> Result<(), PostError> {
         let body = serde_json::to_vec(what).map_err(|e| PostError(e.to_string()))?;
-        let response = self.send(url, body).await.map_err(PostError)?;
+        let response = self.send(url, body.into()).await.map_err(PostError)?;
         let status = response.status();
         let answer = read_all(response.into_body()).await.map_err(PostError)?;
         if status.is_success() {
             return Ok(());
         }
-        let json: serde_json::Value = serde_json::from_slice(&answer).unwrap_or_default();
-        let message = json["error"]["message"].as_str().or_else(|| json["message"].as_str());
-        Err(PostError(message.map_or_else(|| format!("{url} answered {status}"), str::to_owned)))
+        Err(refusal(status, &answer))
     }
 
-    /// Posts JSON and reads JSON.
+    /// Posts JSON to the operator and reads JSON.
+    ///
+    /// Behind its address are several, of which one leads. The others say 503 and close the connection, so that the next
+    /// one may reach the leader, and is made at once: a wake is worth no back-off.
     pub(crate) async fn post<T: Serialize, R: DeserializeOwned>(
         &self,
         url: &str,
         what: &T,
     ) -> Result<R, PostError> {
-        let body = serde_json::to_vec(what).map_err(|e| PostError(e.to_string()))?;
-        let response = self.send(url, body).await.map_err(PostError)?;
-        let status = response.status();
-        let answer = read_all(response.into_body()).await.map_err(PostError)?;
-        if !status.is_success() {
-            let answer: String = String::from_utf8_lossy(&answer).chars().take(200).collect();
-            return Err(PostError(format!("status {status}: {answer}")));
+        let body = Bytes::from(serde_json::to_vec(what).map_err(|e| PostError(e.to_string()))?);
+        let mut asked = 0;
+        loop {
+            asked += 1;
+            let response = self.send(url, body.clone()).await.map_err(PostError)?;
+            let status = response.status();
+            let closes = response.headers().get(header::CONNECTION).is_some_and(|value| value == "close");
+            let answer = read_all(response.into_body()).await.map_err(PostError)?;
+            if status.is_success() {
+                return serde_json::from_slice(&answer).map_err(|e| PostError(e.to_string()));
+            }
+            if !(status == StatusCode::SERVICE_UNAVAILABLE && closes && asked < ASKS_AT_ONCE) {
+                return Err(refusal(status, &answer));
+            }
         }
-        serde_json::from_slice(&answer).map_err(|e| PostError(e.to_string()))
     }
 
-    async fn send(&self, url: &str, body: Vec<u8>) -> Result<http::Response<Incoming>, String> {
+    async fn send(&self, url: &str, body: Bytes) -> Result<http::Response<Incoming>, String> {
         self.send_in(&Span::default(), url, body).await
     }
 
     /// As a step of a trace.
-    async fn send_in(
-        &self,
-        span: &Span,
-        url: &str,
-        body: Vec<u8>,
-    ) -> Result<http::Response<Incoming>, String> {
+    async fn send_in(&self, span: &Span, url: &str, body: Bytes) -> Result<http::Response<Incoming>, String> {
         let mut request = Request::builder()
             .method(Method::POST)
             .uri(url)
             .header(header::CONTENT_TYPE, "application/json")
-            .body(Full::new(Bytes::from(body)))
+            .body(Full::new(body))
             .map_err(|e| e.to_string())?;
         if let Some(value) = span.traceparent().and_then(|text| text.parse().ok()) {
             request.headers_mut().insert("traceparent", value);
         }
         self.client.request(request).await.map_err(|e| chain(&e))
     }
+}
+
+/// What was said against it: the message of an error object, or the beginning of what came.
+fn refusal(status: StatusCode, answer: &[u8]) -> PostError {
+    let json: serde_json::Value = serde_json::from_slice(answer).unwrap_or_default();
+    let message = json["error"]["message"].as_str().or_else(|| json["message"].as_str());
+    PostError(message.map_or_else(
+        || {
+            format!(
+                "status {status}: {}",
+                String::from_utf8_lossy(answer).chars().take(200).collect::<String>()
+            )
+        },
+        str::to_owned,
+    ))
 }
 
 /// A request that failed, with its causes.
@@ -246,5 +266,56 @@ impl Events {
                 None => return Err(StreamError::Ended),
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    use axum::extract::State;
+    use axum::response::IntoResponse as _;
+    use axum::routing::post;
+
+    use super::*;
+
+    async fn serve(app: axum::Router) -> String {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}/", listener.local_addr().unwrap());
+        tokio::spawn(async move { axum::serve(listener, app).await.unwrap() });
+        url
+    }
+
+    /// The first `misses` answers are a follower's.
+    async fn operators(
+        misses: u32,
+        head: [(header::HeaderName, &'static str); 1],
+    ) -> (String, Arc<AtomicU32>) {
+        let asked = Arc::new(AtomicU32::new(0));
+        let answer = async move |State(asked): State<Arc<AtomicU32>>| {
+            if asked.fetch_add(1, Ordering::SeqCst) < misses {
+                return (StatusCode::SERVICE_UNAVAILABLE, head, "not the leader").into_response();
+            }
+            axum::Json(7).into_response()
+        };
+        (serve(axum::Router::new().route("/", post(answer)).with_state(asked.clone())).await, asked)
+    }
+
+    #[tokio::test]
+    async fn an_operator_that_does_not_lead_is_passed_over_at_once() {
+        let close = [(header::CONNECTION, "close")];
+        let (url, asked) = operators(3, close.clone()).await;
+        assert_eq!(Agents::new().post::<_, u32>(&url, &()).await.unwrap(), 7);
+        assert_eq!(asked.load(Ordering::SeqCst), 4);
+        // Where none leads it ends.
+        let (url, asked) = operators(u32::MAX, close).await;
+        let error = Agents::new().post::<_, u32>(&url, &()).await.unwrap_err().to_string();
+        assert!(error.contains("not the leader"), "{error}");
+        assert_eq!(asked.load(Ordering::SeqCst), ASKS_AT_ONCE);
+        // A leader that is behind keeps its connection, and is not pressed.
+        let (url, asked) = operators(u32::MAX, [(header::RETRY_AFTER, "1")]).await;
+        Agents::new().post::<_, u32>(&url, &()).await.unwrap_err();
+        assert_eq!(asked.load(Ordering::SeqCst), 1);
     }
 }
