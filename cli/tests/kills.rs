@@ -49,15 +49,9 @@ fn kill(victims: &[u32]) {
     }
 }
 
-/// The model's folder, made once.
-fn folder(dir: &Path) -> std::path::PathBuf {
-    let made = dir.join("long");
-    if made.exists() { made } else { long_model(dir) }
-}
-
 async fn one_node(dir: &Path) -> Up {
     let up = Up::start(&[]);
-    up.apply(&[model("demo", &folder(dir), json!({}))]);
+    up.apply(&[model("demo", &long_model(dir), json!({}))]);
     up
 }
 
@@ -73,7 +67,7 @@ async fn streams_survive_their_only_agent() {
 
 #[tokio::test]
 async fn streams_survive_an_agent_of_several() {
-    let start = async |dir: &Path| three_nodes(&folder(dir)).await;
+    let start = async |dir: &Path| three_nodes(dir).await;
     let any = |up: &Up, dice: &mut Dice| {
         let agents = up.children("pilotlight agent");
         vec![agents[usize::try_from(dice.below(agents.len() as u64)).unwrap()]]

@@ -387,6 +387,9 @@ pub fn heavy_model(folder: &Path, name: &str, mebibytes: usize) -> PathBuf {
 /// The demo model with room for long answers: positions are computed, so that its weights do not change.
 pub fn long_model(folder: &Path) -> PathBuf {
     let made = folder.join("long");
+    if made.exists() {
+        return made;
+    }
     std::fs::create_dir(&made).unwrap();
     for file in std::fs::read_dir(demo_model()).unwrap() {
         let file = file.unwrap();
