@@ -17,10 +17,12 @@ use tokio_util::task::TaskTracker;
 use tower::ServiceExt as _;
 
 use self::drained::Drained;
+use self::refusal::Refusing;
 use self::stall::Unstalled;
 use crate::{Backoff, Stop};
 
 mod drained;
+mod refusal;
 mod stall;
 
 /// A slow client has so long to send its request's headers; a connection that waits for the next request is closed
@@ -126,7 +128,7 @@ async fn connection(stream: TcpStream, peer: SocketAddr, app: axum::Router, stop
         request.extensions_mut().insert(Peer(peer));
         app.clone().oneshot(request.map(axum::body::Body::new))
     });
-    let stream = TokioIo::new(Unstalled::new(Drained(stream), STALL_MAX));
+    let stream = TokioIo::new(Refusing::new(Unstalled::new(Drained(stream), STALL_MAX)));
     let ended = match begun {
         Ok(Ok(1..)) if http1 => {
             let mut builder = http1::Builder::new();
@@ -149,7 +151,11 @@ async fn connection(stream: TcpStream, peer: SocketAddr, app: axum::Router, stop
 type Failure = Box<dyn std::error::Error + Send + Sync>;
 
 /// Serves whichever version it is.
-async fn either<S>(stream: TokioIo<Unstalled<Drained>>, service: S, stop: &Stop) -> Result<(), Failure>
+async fn either<S>(
+    stream: TokioIo<Refusing<Unstalled<Drained>>>,
+    service: S,
+    stop: &Stop,
+) -> Result<(), Failure>
 where
     S: Service<Request<Incoming>, Response = axum::response::Response, Error = Infallible>,
     S::Future: Send + 'static,
@@ -230,7 +236,7 @@ mod tests {
         assert!(answer.starts_with("HTTP/1.1 200") && answer.ends_with("127.0.0.1 true"), "{answer}");
         // What is not read of it must not cost the client its answer.
         let answer = ask(&"y".repeat(2 * BUFFER_BYTES_MAX)).await;
-        assert!(answer.starts_with("HTTP/1.1 431"), "{answer}");
+        assert!(answer.starts_with("HTTP/1.1 431") && answer.contains("headers_too_large"), "{answer}");
         assert!(ask("y").await.starts_with("HTTP/1.1 200"));
     }
 
