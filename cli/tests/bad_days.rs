@@ -71,6 +71,35 @@ async fn large_headers_and_connections_closed_half_way_harm_nobody() {
     goes_on(up).await;
 }
 
+/// Many who begin and never end: headers, and bodies, that come a byte at a time or not at all.
+#[tokio::test]
+async fn slow_clients_are_cut_in_time_and_harm_nobody() {
+    let up = Up::start(&[]);
+    up.apply(&[model("demo", &demo_model(), json!({}))]);
+    let address = up.url.strip_prefix("http://").unwrap();
+    let begun: Vec<TcpStream> = (0..200)
+        .map(|n| {
+            let begin: &[u8] = match n % 3 {
+                0 => b"",
+                1 => b"GET /v1/models HTTP/1.1\r\nhost: x\r\nx-slow: ",
+                _ => b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{",
+            };
+            let mut stream = TcpStream::connect(address).unwrap();
+            stream.write_all(begin).unwrap();
+            stream
+        })
+        .collect();
+    assert!(!up.complete("demo", json!({})).await.is_empty());
+    // One of those who said nothing, and one in the middle of its headers.
+    for mut slow in begun.into_iter().take(2) {
+        slow.set_read_timeout(Some(PATIENCE)).unwrap();
+        let mut answer = Vec::new();
+        slow.read_to_end(&mut answer).unwrap();
+        assert!(!answer.starts_with(b"HTTP/1.1 2"));
+    }
+    goes_on(up).await;
+}
+
 /// Overwrites a file's every byte.
 fn spoil(file: &Path) {
     let length = std::fs::metadata(file).unwrap().len() as usize;
