@@ -1,7 +1,7 @@
 //! The adapter for a cluster elsewhere: a Kubernetes API server, or the HTTP face of an embedded store, by one client.
 //!
 //! Every request has a time limit, and every error is one of [`StoreError`]. What a server asks to be asked again
-//! (429, 5xx) is, at most [`TRIES_MAX`] times and no sooner than its `Retry-After`; all else is the caller's choice: a
+//! (429, 5xx) is, at most four times and no sooner than its `Retry-After`; all else is the caller's choice: a
 //! conflict, and a request that was not answered, which may have been done. Long lists come in pages. A watch that says
 //! nothing for [`WATCH_SILENCE_MAX`] is given up: servers send bookmarks more often.
 
