@@ -74,8 +74,7 @@ async fn inside_a_node(rounds: usize) {
     println!("{:>8} {:>10} {:>10} {:>10}  goal", "tokens", "step ms", "median ms", "worst ms");
     for length in LENGTHS_INSIDE {
         let (mut steps, mut pauses) = (Vec::new(), Vec::new());
-        for attempt in 0.. {
-            assert!(attempt < rounds * ATTEMPTS, "of {attempt} answers {} were handed over", pauses.len());
+        for _ in 0..rounds * ATTEMPTS {
             if pauses.len() == rounds {
                 break;
             }
@@ -83,6 +82,11 @@ async fn inside_a_node(rounds: usize) {
                 steps.push(step);
                 pauses.push(pause);
             }
+        }
+        // A device that replays too slowly to catch up is not moved to.
+        if pauses.is_empty() {
+            println!("{length:>8} none of {} answers was handed over", rounds * ATTEMPTS);
+            continue;
         }
         let (step, median) = (median(&mut steps), median(&mut pauses));
         let (worst, goal) = (pauses[pauses.len() - 1], 2.0 * step + GOAL_BESIDE_STEPS_SECONDS);
