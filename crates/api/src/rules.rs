@@ -214,20 +214,34 @@ fn schemes() -> String {
 }
 
 fn model() -> Vec<Rule> {
-    let rule = |at, field, cel: &str, message: &str, check| Rule {
-        kind: "Model",
-        at,
-        field,
-        cel: cel.to_owned().into(),
-        message: message.to_owned().into(),
-        check: Check::With(check),
-    };
+    let mut rules = vec![name_rule()];
+    rules.extend(source_uri());
+    rules.push(source_digest());
+    rules.extend(offer());
+    rules.push(accelerator_memory());
+    rules.extend(scaling());
+    rules.push(held_requests());
+    rules.push(session_header());
+    rules
+}
+
+/// A rule of the Model: `message` is an expression in CEL.
+fn of_model(
+    at: &'static str,
+    field: &'static str,
+    cel: &str,
+    message: &str,
+    check: fn(&Value) -> Option<String>,
+) -> Rule {
+    let (cel, message) = (cel.to_owned().into(), message.to_owned().into());
+    Rule { kind: "Model", at, field, cel, message, check: Check::With(check) }
+}
+
+fn source_uri() -> [Rule; 4] {
     let uri = "spec.source.uri";
     let known = SCHEMES.map(|scheme| format!("'{scheme}'")).join(", ");
-    vec![
-        name_rule(),
-        held_requests(),
-        rule(
+    [
+        of_model(
             uri,
             "",
             r"!self.matches('[\\p{Cc} ]')",
@@ -237,7 +251,7 @@ fn model() -> Vec<Rule> {
                 uri.as_str()?.contains(odd).then(|| "must not have spaces or control characters".to_owned())
             },
         ),
-        rule(
+        of_model(
             uri,
             "",
             "self.contains('://')",
@@ -247,7 +261,7 @@ fn model() -> Vec<Rule> {
                 (!uri.contains("://")).then(|| format!("`{uri}` has no scheme; write one of {}", schemes()))
             },
         ),
-        rule(
+        of_model(
             uri,
             "",
             &format!("!self.contains('://') || self.split('://', 2)[0] in [{known}]"),
@@ -258,7 +272,7 @@ fn model() -> Vec<Rule> {
                 unknown.then(|| format!("scheme `{scheme}` is not supported; use one of {}", schemes()))
             },
         ),
-        rule(
+        of_model(
             uri,
             "",
             "!self.contains('://') || self.split('://', 2)[1] != ''",
@@ -269,20 +283,29 @@ fn model() -> Vec<Rule> {
                 rest.is_empty().then(|| format!("`{uri}` points nowhere"))
             },
         ),
-        rule(
-            "spec.source.digest",
-            "",
-            "self == '' || self.matches('^sha256:[0-9a-f]{64}$')",
-            "'must be `sha256:` and 64 lower-case hexadecimal digits'",
-            |digest| {
-                let digest = digest.as_str().filter(|digest| !digest.is_empty())?;
-                let is_hex = |c: u8| matches!(c, b'0'..=b'9' | b'a'..=b'f');
-                let right = |hex: &str| hex.len() == 64 && hex.bytes().all(is_hex);
-                let wrong = !digest.strip_prefix("sha256:").is_some_and(right);
-                wrong.then(|| "must be `sha256:` and 64 lower-case hexadecimal digits".to_owned())
-            },
-        ),
-        rule(
+    ]
+}
+
+fn source_digest() -> Rule {
+    of_model(
+        "spec.source.digest",
+        "",
+        "self == '' || self.matches('^sha256:[0-9a-f]{64}$')",
+        "'must be `sha256:` and 64 lower-case hexadecimal digits'",
+        |digest| {
+            let digest = digest.as_str().filter(|digest| !digest.is_empty())?;
+            let is_hex = |c: u8| matches!(c, b'0'..=b'9' | b'a'..=b'f');
+            let right = |hex: &str| hex.len() == 64 && hex.bytes().all(is_hex);
+            let wrong = !digest.strip_prefix("sha256:").is_some_and(right);
+            wrong.then(|| "must be `sha256:` and 64 lower-case hexadecimal digits".to_owned())
+        },
+    )
+}
+
+/// Under which name it is offered, and what for.
+fn offer() -> [Rule; 2] {
+    [
+        of_model(
             "spec.servedName",
             "",
             r"self == '' || (self.trim() != '' && !self.matches('\\p{Cc}'))",
@@ -293,20 +316,34 @@ fn model() -> Vec<Rule> {
                 wrong.then(|| "must not be blank or have control characters".to_owned())
             },
         ),
-        rule("spec.tasks", "", "self.size() > 0", "'must have at least one of Chat, Completion'", |tasks| {
-            tasks.as_array()?.is_empty().then(|| "must have at least one of Chat, Completion".to_owned())
-        }),
-        rule(
-            "spec.resources.accelerator.memory",
+        of_model(
+            "spec.tasks",
             "",
-            "self == '' || self.matches('^(?i) *([0-9]+[.]?[0-9]*|[.][0-9]+) *(b|[kmgt]i?b?)? *$')",
-            "'`' + self + '` is not a size; write for example 2GiB or 512MiB'",
-            |memory| {
-                let memory = memory.as_str().filter(|memory| !memory.is_empty())?;
-                memory.parse::<ByteCount>().err().map(|error| error.to_string())
+            "self.size() > 0",
+            "'must have at least one of Chat, Completion'",
+            |tasks| {
+                tasks.as_array()?.is_empty().then(|| "must have at least one of Chat, Completion".to_owned())
             },
         ),
-        rule(
+    ]
+}
+
+fn accelerator_memory() -> Rule {
+    of_model(
+        "spec.resources.accelerator.memory",
+        "",
+        "self == '' || self.matches('^(?i) *([0-9]+[.]?[0-9]*|[.][0-9]+) *(b|[kmgt]i?b?)? *$')",
+        "'`' + self + '` is not a size; write for example 2GiB or 512MiB'",
+        |memory| {
+            let memory = memory.as_str().filter(|memory| !memory.is_empty())?;
+            memory.parse::<ByteCount>().err().map(|error| error.to_string())
+        },
+    )
+}
+
+fn scaling() -> [Rule; 3] {
+    [
+        of_model(
             "spec.scaling",
             "minReplicas",
             "self.minReplicas <= self.maxReplicas",
@@ -316,7 +353,7 @@ fn model() -> Vec<Rule> {
                 (least > most).then(|| "must be at most maxReplicas".to_owned())
             },
         ),
-        rule(
+        of_model(
             "spec.scaling",
             "panicWindowSeconds",
             "self.panicWindowSeconds < self.stableWindowSeconds",
@@ -327,7 +364,7 @@ fn model() -> Vec<Rule> {
                 (panic >= stable).then(|| "must be less than stableWindowSeconds".to_owned())
             },
         ),
-        rule(
+        of_model(
             "spec.scaling",
             "schedules",
             "self.schedules.all(each, each.minReplicas <= self.maxReplicas)",
@@ -339,19 +376,22 @@ fn model() -> Vec<Rule> {
                 above.then(|| "minReplicas of each must be at most maxReplicas".to_owned())
             },
         ),
-        rule(
-            "spec.routing.sessionHeader",
-            "",
-            "self.matches('^[A-Za-z0-9_-]*$')",
-            "'`' + self + '` is not a name of a header: letters, digits, `-` and `_`'",
-            |header| {
-                let header = header.as_str()?;
-                let is_token = |c: u8| c.is_ascii_alphanumeric() || c == b'-' || c == b'_';
-                (!header.bytes().all(is_token))
-                    .then(|| format!("`{header}` is not a name of a header: letters, digits, `-` and `_`"))
-            },
-        ),
     ]
+}
+
+fn session_header() -> Rule {
+    of_model(
+        "spec.routing.sessionHeader",
+        "",
+        "self.matches('^[A-Za-z0-9_-]*$')",
+        "'`' + self + '` is not a name of a header: letters, digits, `-` and `_`'",
+        |header| {
+            let header = header.as_str()?;
+            let is_token = |c: u8| c.is_ascii_alphanumeric() || c == b'-' || c == b'_';
+            (!header.bytes().all(is_token))
+                .then(|| format!("`{header}` is not a name of a header: letters, digits, `-` and `_`"))
+        },
+    )
 }
 
 fn held_requests() -> Rule {
