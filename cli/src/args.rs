@@ -126,6 +126,14 @@ pub(crate) struct ServerArgs {
     pub(crate) api_key: Option<String>,
 }
 
+/// How a command says what it found.
+#[derive(Args, Clone)]
+pub(crate) struct OutputArgs {
+    /// How it is printed: for people, or as one document for programs.
+    #[arg(long = "output", short = 'o', value_enum, value_name = "FORMAT", default_value_t)]
+    pub(crate) format: Format,
+}
+
 #[derive(Subcommand)]
 pub(crate) enum KeyCommand {
     /// Makes a key: prints it, once, and the line for the file that `--api-keys` names.
@@ -139,9 +147,8 @@ pub(crate) struct KeyNewArgs {
     /// A model that it may use, or `NAMESPACE/*`; may be repeated. Default: every model.
     #[arg(long, value_name = "MODEL")]
     pub(crate) model: Vec<String>,
-    /// How it is printed.
-    #[arg(long, short, value_enum, default_value_t)]
-    pub(crate) output: Format,
+    #[command(flatten)]
+    pub(crate) output: OutputArgs,
 }
 
 #[derive(Args)]
@@ -212,8 +219,8 @@ pub(crate) struct ApplyArgs {
     pub(crate) filename: Vec<String>,
     #[command(flatten)]
     pub(crate) server: ServerArgs,
-    #[arg(long, short, value_enum, default_value_t)]
-    pub(crate) output: Format,
+    #[command(flatten)]
+    pub(crate) output: OutputArgs,
 }
 
 /// The kinds of resources.
@@ -254,8 +261,8 @@ pub(crate) struct GetArgs {
     /// Goes on: prints what changes.
     #[arg(long, short)]
     pub(crate) watch: bool,
-    #[arg(long, short, value_enum, default_value_t)]
-    pub(crate) output: Format,
+    #[command(flatten)]
+    pub(crate) output: OutputArgs,
     #[command(flatten)]
     pub(crate) server: ServerArgs,
 }
@@ -266,8 +273,8 @@ pub(crate) struct ExplainArgs {
     pub(crate) kind: Kind,
     /// Which.
     pub(crate) name: String,
-    #[arg(long, short, value_enum, default_value_t)]
-    pub(crate) output: Format,
+    #[command(flatten)]
+    pub(crate) output: OutputArgs,
     #[command(flatten)]
     pub(crate) server: ServerArgs,
 }
@@ -300,8 +307,8 @@ pub(crate) struct SessionsArgs {
     /// Goes on: prints what changes.
     #[arg(long, short)]
     pub(crate) watch: bool,
-    #[arg(long, short, value_enum, default_value_t)]
-    pub(crate) output: Format,
+    #[command(flatten)]
+    pub(crate) output: OutputArgs,
     #[command(flatten)]
     pub(crate) server: ServerArgs,
 }
@@ -310,8 +317,8 @@ pub(crate) struct SessionsArgs {
 pub(crate) struct SessionArgs {
     /// Its id: the `x-request-id` of its response; further choices have `.1`, `.2` … behind it.
     pub(crate) id: String,
-    #[arg(long, short, value_enum, default_value_t)]
-    pub(crate) output: Format,
+    #[command(flatten)]
+    pub(crate) output: OutputArgs,
     #[command(flatten)]
     pub(crate) server: ServerArgs,
 }
@@ -323,8 +330,8 @@ pub(crate) struct MigrateArgs {
     /// The node to go to; the model is loaded there if need be.
     #[arg(long, value_name = "NODE")]
     pub(crate) to: String,
-    #[arg(long, short, value_enum, default_value_t)]
-    pub(crate) output: Format,
+    #[command(flatten)]
+    pub(crate) output: OutputArgs,
     #[command(flatten)]
     pub(crate) server: ServerArgs,
 }
@@ -336,8 +343,8 @@ pub(crate) struct DrainArgs {
     /// Takes it back into service instead.
     #[arg(long)]
     pub(crate) undo: bool,
-    #[arg(long, short, value_enum, default_value_t)]
-    pub(crate) output: Format,
+    #[command(flatten)]
+    pub(crate) output: OutputArgs,
     #[command(flatten)]
     pub(crate) server: ServerArgs,
 }
@@ -350,22 +357,22 @@ pub(crate) enum CheckpointCommand {
         src: PathBuf,
         /// The folder to make; it must not exist, and it does not unless everything succeeded.
         dest: PathBuf,
-        #[arg(long, short, value_enum, default_value_t)]
-        output: Format,
+        #[command(flatten)]
+        output: OutputArgs,
     },
     /// Shows what a checkpoint holds.
     Inspect {
         /// The folder.
         path: PathBuf,
-        #[arg(long, short, value_enum, default_value_t)]
-        output: Format,
+        #[command(flatten)]
+        output: OutputArgs,
     },
     /// Checks every byte of a checkpoint of ours; of a plain Hugging Face folder its structure.
     Verify {
         /// The folder.
         path: PathBuf,
-        #[arg(long, short, value_enum, default_value_t)]
-        output: Format,
+        #[command(flatten)]
+        output: OutputArgs,
     },
     /// Reads a checkpoint once, as a load does, and says how near that came to the device's limit.
     Bench {
@@ -377,8 +384,8 @@ pub(crate) enum CheckpointCommand {
         /// How it is read.
         #[arg(long, default_value_t = ReaderKind::Auto, value_name = "auto|uring|pread")]
         reader: ReaderKind,
-        #[arg(long, short, value_enum, default_value_t)]
-        output: Format,
+        #[command(flatten)]
+        output: OutputArgs,
     },
 }
 

@@ -26,14 +26,14 @@ pub(crate) async fn run(args: ApplyArgs) -> Result<(), Failure> {
             Err(error) => return Err(refuse(error)),
         };
         let after = store.apply_object(kind, object).await.map_err(refuse)?;
-        if !args.output.is_document() {
+        if !args.output.format.is_document() {
             let what = format!("{}.{}/{}", kind.name().to_lowercase(), kind.group(), target.name);
             print(&format!("{what} {}\n", verb(before.as_ref(), &after)))?;
         }
         applied.push(after);
     }
-    if args.output.is_document() {
-        args.output.print(&json!({ "apiVersion": "v1", "kind": "List", "items": applied }))?;
+    if args.output.format.is_document() {
+        args.output.format.print(&json!({ "apiVersion": "v1", "kind": "List", "items": applied }))?;
     }
     Ok(())
 }

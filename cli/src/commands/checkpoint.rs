@@ -20,10 +20,12 @@ use crate::progress::Progress;
 pub(crate) fn run(command: CheckpointCommand) -> Result<(), Failure> {
     let cancel = cancelled_by_signals()?;
     match command {
-        CheckpointCommand::Convert { src, dest, output } => convert(&src, &dest, output, &cancel),
-        CheckpointCommand::Inspect { path, output } => inspect(&path, output),
-        CheckpointCommand::Verify { path, output } => verify(&path, output, &cancel),
-        CheckpointCommand::Bench { path, raw, reader, output } => bench(&path, raw, reader, output, &cancel),
+        CheckpointCommand::Convert { src, dest, output } => convert(&src, &dest, output.format, &cancel),
+        CheckpointCommand::Inspect { path, output } => inspect(&path, output.format),
+        CheckpointCommand::Verify { path, output } => verify(&path, output.format, &cancel),
+        CheckpointCommand::Bench { path, raw, reader, output } => {
+            bench(&path, raw, reader, output.format, &cancel)
+        }
     }
 }
 

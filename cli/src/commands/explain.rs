@@ -16,8 +16,8 @@ pub(crate) async fn run(args: ExplainArgs) -> Result<(), Failure> {
     let server = Server::from_args(&args.server)?;
     let path = format!("/operator/v1/explain/{}/{}", args.server.namespace, args.name);
     let document = server.get_json(&path).await?;
-    if args.output.is_document() {
-        return args.output.print(&document);
+    if args.output.format.is_document() {
+        return args.output.format.print(&document);
     }
     print(&for_people(&serde_json::from_value(document)?))
 }

@@ -67,10 +67,11 @@ fn plural(args: &GetArgs) -> &'static str {
 }
 
 fn show_all(args: &GetArgs, items: &[Value]) -> Result<(), Failure> {
-    match args.output {
-        Format::Json | Format::Yaml => {
-            args.output.print(&json!({ "apiVersion": "v1", "kind": "List", "metadata": {}, "items": items }))
-        }
+    match args.output.format {
+        Format::Json | Format::Yaml => args
+            .output
+            .format
+            .print(&json!({ "apiVersion": "v1", "kind": "List", "metadata": {}, "items": items })),
         _ if items.is_empty() && !args.watch => {
             print(&format!("no {} in namespace {}\n", plural(args), args.server.namespace))
         }
@@ -79,14 +80,14 @@ fn show_all(args: &GetArgs, items: &[Value]) -> Result<(), Failure> {
 }
 
 fn show_one(args: &GetArgs, object: &Value) -> Result<(), Failure> {
-    match args.output {
-        Format::Json | Format::Yaml => args.output.print(object),
+    match args.output.format {
+        Format::Json | Format::Yaml => args.output.format.print(object),
         _ => print(&table(args, std::slice::from_ref(object), false)),
     }
 }
 
 fn table(args: &GetArgs, items: &[Value], with_header: bool) -> String {
-    let (wide, now) = (args.output == Format::Wide, SystemClock.now());
+    let (wide, now) = (args.output.format == Format::Wide, SystemClock.now());
     let columns: Vec<&Column> =
         columns::of(store_kind(args.kind).name()).iter().filter(|column| wide || !column.wide).collect();
     let header: Vec<String> = columns.iter().map(|column| column.name.to_uppercase()).collect();

@@ -26,8 +26,8 @@ fn new(args: &KeyNewArgs) -> Result<(), Failure> {
     if !args.model.is_empty() {
         entry["models"] = json!(args.model);
     }
-    if args.output.is_document() {
-        return args.output.print(&json!({ "key": key, "entry": entry }));
+    if args.output.format.is_document() {
+        return args.output.format.print(&json!({ "key": key, "entry": entry }));
     }
     // JSON is YAML, and needs no thought about quotes.
     print(&format!("key, shown once:\n{key}\n\nline for the file of --api-keys:\n- {entry}\n"))

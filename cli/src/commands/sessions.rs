@@ -19,11 +19,11 @@ pub(crate) async fn sessions(args: SessionsArgs) -> Result<(), Failure> {
         return watch(&args, &server).await;
     }
     let list = server.get_json("/router/v1/sessions").await?;
-    if args.output.is_document() {
-        return args.output.print(&list);
+    if args.output.format.is_document() {
+        return args.output.format.print(&list);
     }
     match list["items"].as_array() {
-        Some(items) if !items.is_empty() => print(&table(items, args.output == Format::Wide)),
+        Some(items) if !items.is_empty() => print(&table(items, args.output.format == Format::Wide)),
         _ => print("no sessions; ended ones are kept for ten minutes\n"),
     }
 }
@@ -41,11 +41,11 @@ async fn watch(args: &SessionsArgs, server: &Server) -> Result<(), Failure> {
         while let Some(end) = rest.iter().position(|&b| b == b'\n') {
             let line: Vec<u8> = rest.drain(..=end).collect();
             let session: Value = serde_json::from_slice(&line)?;
-            if args.output.is_document() {
-                args.output.print(&session)?;
+            if args.output.format.is_document() {
+                args.output.format.print(&session)?;
                 continue;
             }
-            let text = table(&[session], args.output == Format::Wide);
+            let text = table(&[session], args.output.format == Format::Wide);
             let row = text.split_once('\n').map_or("", |(_, row)| row);
             print(if std::mem::take(&mut first) { &text } else { row })?;
         }
@@ -94,8 +94,8 @@ fn pause(seconds: f64) -> String {
 pub(crate) async fn session(args: SessionArgs) -> Result<(), Failure> {
     let server = Server::from_args(&args.server)?;
     let session = server.get_json(&format!("/router/v1/sessions/{}", segment(&args.id)?)).await?;
-    if args.output.is_document() {
-        return args.output.print(&session);
+    if args.output.format.is_document() {
+        return args.output.format.print(&session);
     }
     print(&table(std::slice::from_ref(&session), true))?;
     let moves = session["moves"].as_array().map(Vec::as_slice).unwrap_or_default();
@@ -116,8 +116,8 @@ pub(crate) async fn migrate(args: MigrateArgs) -> Result<(), Failure> {
     let server = Server::from_args(&args.server)?;
     let path = format!("/router/v1/sessions/{}/migrate", segment(&args.id)?);
     let moved = post(&server, &path, &json!({ "node": args.to })).await?;
-    if args.output.is_document() {
-        return args.output.print(&moved);
+    if args.output.format.is_document() {
+        return args.output.format.print(&moved);
     }
     print(&format!(
         "session {} moved from {} to {}: {} tokens replayed, pause {}\n",
@@ -144,8 +144,8 @@ pub(crate) async fn drain(args: DrainArgs) -> Result<(), Failure> {
     }
     let path = format!("/router/v1/nodes/{}/drain", segment(&args.node)?);
     let drained = post(&server, &path, &json!({})).await?;
-    if args.output.is_document() {
-        return args.output.print(&drained);
+    if args.output.format.is_document() {
+        return args.output.format.print(&drained);
     }
     print(&format!(
         "node {} has no session left: {} moved, {} ended there; `pilotlight drain {} --undo` takes it back\n",
