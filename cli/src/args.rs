@@ -130,7 +130,7 @@ pub(crate) struct ServerArgs {
 #[derive(Args, Clone)]
 pub(crate) struct OutputArgs {
     /// How it is printed: for people, or as one document for programs.
-    #[arg(long = "output", short = 'o', value_enum, value_name = "FORMAT", default_value_t)]
+    #[arg(id = "output", long, short, value_enum, value_name = "FORMAT", default_value_t)]
     pub(crate) format: Format,
 }
 
@@ -467,4 +467,43 @@ pub(crate) struct WorkerArgs {
     /// Threads that compute; default: one per core.
     #[arg(long)]
     pub(crate) threads: Option<usize>,
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::Cli;
+
+    /// Two flags of one id are found out only when a command line is read.
+    #[test]
+    fn every_command_is_read_from_its_shortest_line() {
+        for line in [
+            "up",
+            "demo",
+            "apply -f model.yaml",
+            "delete model my-model",
+            "get models",
+            "explain model my-model",
+            "chat my-model",
+            "sessions",
+            "session 9b61",
+            "migrate 9b61 --to node-1",
+            "drain node-1",
+            "key new me",
+            "checkpoint convert from to",
+            "checkpoint inspect folder",
+            "checkpoint verify folder",
+            "checkpoint bench folder",
+            "operator",
+            "router",
+            "agent --node node-1",
+            "worker --device cpu",
+            "metrics",
+            "completions bash",
+        ] {
+            let words = ["pilotlight"].into_iter().chain(line.split(' '));
+            assert!(Cli::try_parse_from(words).is_ok(), "{line}");
+        }
+    }
 }
