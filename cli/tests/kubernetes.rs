@@ -1,10 +1,10 @@
-//! Stories on a real control plane: API server, controllers and scheduler, with our programs as processes beside it.
-//! Each has a cluster of its own; without Kubernetes' programs they say so and skip.
+//! Stories on a real control plane: API server, controllers and scheduler, the chart on fake nodes, and our programs as
+//! processes with its accounts' tokens. Each has a cluster of its own; without Kubernetes' programs they say so and skip.
 #![allow(clippy::unwrap_used, reason = "a failed test is what it is for")]
 
 mod cluster;
 
-use cluster::{Fleet, demo, long_demo, model};
+use cluster::{Fleet, NAMESPACE, demo, long_demo, model, serving_node};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_model_wakes_answers_and_sleeps_again() {
@@ -45,7 +45,7 @@ async fn kubectl_scales_a_killed_operator_is_followed_and_owners_take_their_own_
     admin.apply(&demo("scaled", "default"));
     fleet.until("Idle", &["mdl", "scaled"], |model| model["status"]["phase"] == "Idle");
     let leader = |name: &'static str| {
-        fleet.until(name, &["lease", "pilotlight-operator", "-n", "pilotlight-system"], move |lease| {
+        fleet.until(name, &["lease", "pilotlight-operator", "-n", NAMESPACE], move |lease| {
             lease["spec"]["holderIdentity"] == name
         })
     };
@@ -93,20 +93,18 @@ async fn a_stream_survives_its_node() {
     assert!(fleet.metric(&router, "pilotlight_router_moves_total").await >= 1.0);
 }
 
-/// Where a replica serves.
-fn serving_node(list: &serde_json::Value) -> Option<String> {
-    let replicas = list["items"].as_array()?.iter();
-    let mut serving = replicas.filter(|r| r["status"]["phase"] == "Ready" && r["spec"]["hold"] == "Host");
-    Some(serving.next()?["spec"]["nodeName"].as_str()?.to_owned())
-}
-
 #[tokio::test(flavor = "multi_thread")]
 async fn two_leaders_do_no_harm() {
     let Some(fleet) = Fleet::start() else { return };
     let first = fleet.operator("operator-a");
     // Another lease, so that both believe to lead.
     let apart = ["operator", "--identity", "operator-b", "--lease-namespace", "default"];
-    let _second = fleet.part("operator-b", &apart);
+    // Which the chart's account may not have there.
+    let role = ["create", "role", "apart", "-n", "default", "--verb=get,create,update", "--resource=leases"];
+    fleet.env.admin().ok(&role);
+    let account = "--serviceaccount=pilotlight-system:pilotlight-operator";
+    fleet.env.admin().ok(&["create", "rolebinding", "apart", "-n", "default", "--role=apart", account]);
+    let _second = fleet.part("operator-b", &fleet.account("operator"), &apart);
     let router = fleet.router(&first);
     let _agent = fleet.agent("node-1");
     fleet.env.admin().apply(&demo("shared", "default"));

@@ -183,6 +183,14 @@ impl TestEnv {
                       "containers": [{ "name": "agent", "image": "localhost/none:1" }] },
         });
         self.admin.apply(&text.to_string());
+        self.pod(namespace, account, &pod)
+    }
+
+    /// The same by a token of a pod that somebody else made, such as a DaemonSet.
+    ///
+    /// # Panics
+    /// When there is no such pod.
+    pub fn pod(&self, namespace: &str, account: &str, pod: &str) -> Client {
         self.token(namespace, account, &["--bound-object-kind=Pod", &format!("--bound-object-name={pod}")])
     }
 
@@ -340,6 +348,8 @@ fn controllers_command(programs: &Path, folder: &Path) -> Result<Command> {
         format!("--secure-port={}", port.port()),
         // A node whose lease stops is unreachable after half of the usual time.
         "--node-monitor-grace-period=20s".into(),
+        // An autoscaler looks every 15 s otherwise.
+        "--horizontal-pod-autoscaler-sync-period=2s".into(),
     ]);
     Ok(command)
 }

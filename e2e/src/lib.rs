@@ -20,6 +20,7 @@
 //! - Everything ends with the test binary, however that one ends: see [`guard`].
 //! - Clients speak as somebody: [`TestEnv::admin`], [`TestEnv::user`] (a certificate), [`TestEnv::account`] (a real token
 //!   of a ServiceAccount), [`TestEnv::agent`] (one that is bound to a pod on a node, as a DaemonSet's pods have them).
+//! - [`kubelet::FakeKubelet`] is a test double: Nodes that are ready, and pods on them that run nothing.
 //! - On level A nothing acts: namespaces never finish terminating, owners' objects are not collected, no pod is bound.
 //!
 //! It knows none of Pilotlight's crates, so that all of them may use it in their tests.
@@ -30,6 +31,7 @@ mod certificates;
 mod client;
 mod env;
 pub mod guard;
+pub mod kubelet;
 mod wait;
 
 pub use binaries::{Level, find};

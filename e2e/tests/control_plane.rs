@@ -5,6 +5,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
+use pilotlight_e2e::kubelet::{FakeKubelet, FakeNode};
 use pilotlight_e2e::{Level, TestEnv, wait};
 use serde_json::json;
 
@@ -37,6 +38,43 @@ fn the_controllers_control() {
     env.admin().ok(&["create", "configmap", "gone", "-n", &namespace]);
     env.admin().ok(&["delete", "namespace", &namespace, "--timeout=60s"]);
     assert!(env.admin().get(&["namespace", &namespace]).is_none());
+}
+
+/// A DaemonSet's pods come up on fake nodes with what they ask for, and nowhere else; a node that falls silent is lost.
+#[test]
+fn fake_nodes_take_pods_and_are_lost_when_they_fall_silent() {
+    let Some(env) = TestEnv::shared(Level::B) else { return };
+    let (admin, namespace) = (env.admin(), env.namespace());
+    let gpu = |name: &str| FakeNode::new(name).gpus(8).label("pool", "gpu");
+    let nodes =
+        vec![gpu("fake-1"), gpu("fake-2").taint("dedicated", "x", "NoSchedule"), FakeNode::new("fake-3")];
+    let kubelet = FakeKubelet::start(env, nodes);
+    let set = json!({
+        "apiVersion": "apps/v1", "kind": "DaemonSet", "metadata": { "name": "agents", "namespace": namespace },
+        "spec": { "selector": { "matchLabels": { "app": "agents" } }, "template": {
+            "metadata": { "labels": { "app": "agents" } },
+            "spec": { "nodeSelector": { "pool": "gpu" }, "containers": [{
+                "name": "agent", "image": "localhost/none:1",
+                "resources": { "limits": { "nvidia.com/gpu": 8 } } }] } } },
+    });
+    admin.apply(&set.to_string());
+    admin.ok(&["rollout", "status", "daemonset/agents", "-n", &namespace, "--timeout=60s"]);
+    let pods = admin.get(&["pods", "-n", &namespace]).unwrap();
+    let on: Vec<&str> =
+        pods["items"].as_array().unwrap().iter().filter_map(|pod| pod["spec"]["nodeName"].as_str()).collect();
+    assert_eq!(on, ["fake-1"]);
+    // A pod that is asked to end does, and its set makes another.
+    admin.ok(&["delete", "pods", "--all", "-n", &namespace, "--timeout=60s"]);
+    admin.ok(&["rollout", "status", "daemonset/agents", "-n", &namespace, "--timeout=60s"]);
+
+    let ready = |status: &str| {
+        let args = ["wait", "node/fake-1", &format!("--for=condition=Ready={status}"), "--timeout=60s"];
+        admin.ok(&args)
+    };
+    kubelet.silence("fake-1");
+    ready("Unknown");
+    kubelet.revive("fake-1");
+    ready("True");
 }
 
 #[test]

@@ -1,5 +1,7 @@
-//! The real programs on a real control plane, in a few words: an operator, a router and agents as plain processes, each
-//! with a kubeconfig, as pods have theirs.
+//! The real programs on a real control plane, in a few words. The chart is installed as users install it, on nodes that
+//! a test double of kubelets keeps ready, and so are its accounts, roles, policies and DaemonSets; its pods run nothing.
+//! Beside them an operator, a router and agents run as plain processes, each with a token of the chart's account and an
+//! agent with the one of its node's pod: what they may not do in a cluster they may not do here.
 #![allow(
     dead_code,
     unreachable_pub,
@@ -18,7 +20,8 @@ use hyper::body::{Bytes, Incoming};
 use hyper_util::client::legacy::{Client, connect::HttpConnector};
 use hyper_util::rt::TokioExecutor;
 use pilotlight_e2e::guard::Program;
-use pilotlight_e2e::{Level, TestEnv, wait};
+use pilotlight_e2e::kubelet::{FakeKubelet, FakeNode};
+use pilotlight_e2e::{Client as Somebody, Level, TestEnv, wait};
 use serde_json::{Value, json};
 
 /// Nothing here takes so long, also on a busy machine with two cores.
@@ -30,8 +33,13 @@ const LEASE_SECONDS: u32 = 5;
 /// Clusters are big: one at a time.
 static ALONE: Mutex<()> = Mutex::new(());
 
-/// A control plane with Pilotlight's kinds, and the programs that were started on it.
+/// Where the chart is installed.
+pub const NAMESPACE: &str = "pilotlight-system";
+
+/// A control plane with Pilotlight's chart, and the programs that were started on it.
 pub struct Fleet {
+    /// Dropped first: it speaks to the control plane.
+    pub kubelet: FakeKubelet,
     pub env: TestEnv,
     client: Client<HttpConnector, Full<Bytes>>,
     _alone: MutexGuard<'static, ()>,
@@ -45,28 +53,31 @@ pub struct Part {
 }
 
 impl Fleet {
-    /// A control plane of its own with our kinds; nothing where there is none to start.
+    /// A control plane of its own with the chart on two nodes, `node-1` and `node-2`; nothing where there is none to
+    /// start.
     pub fn start() -> Option<Fleet> {
-        let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-        let env = TestEnv::start(Level::B)?;
-        let admin = env.admin();
-        for file in ["models", "modelreplicas", "modelnodes"] {
-            let path = root().join(format!("charts/pilotlight/files/crds/{file}.yaml"));
-            admin.apply(&std::fs::read_to_string(path).unwrap());
-        }
-        admin.ok(&["wait", "--for=condition=Established", "crd", "--all", "--timeout=60s"]);
-        admin.ok(&["create", "namespace", "pilotlight-system"]);
-        let client = Client::builder(TokioExecutor::new()).build(HttpConnector::new());
-        Some(Fleet { env, client, _alone: alone })
+        Fleet::start_on(vec![FakeNode::new("node-1"), FakeNode::new("node-2")])
     }
 
-    /// One of our programs, once it says that it is ready.
-    pub fn part(&self, name: &str, args: &[&str]) -> Part {
+    /// The same on these nodes.
+    pub fn start_on(nodes: Vec<FakeNode>) -> Option<Fleet> {
+        let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let env = TestEnv::start(Level::B)?;
+        let kubelet = FakeKubelet::start(&env, nodes);
+        install(&env, &[]);
+        let admin = env.admin();
+        admin.ok(&["wait", "--for=condition=Established", "crd", "--all", "--timeout=60s"]);
+        let client = Client::builder(TokioExecutor::new()).build(HttpConnector::new());
+        Some(Fleet { kubelet, env, client, _alone: alone })
+    }
+
+    /// One of our programs, once it says that it is ready; it speaks to the cluster as `who`.
+    pub fn part(&self, name: &str, who: &Somebody, args: &[&str]) -> Part {
         let mut command = Command::new(program());
         command
             .args(args)
             .arg("--kubeconfig")
-            .arg(self.env.admin().kubeconfig())
+            .arg(who.kubeconfig())
             .args(["--listen", "127.0.0.1:0"])
             .env("XDG_DATA_HOME", self.env.folder());
         let mut program = self.env.spawn(name, &mut command);
@@ -83,22 +94,40 @@ impl Fleet {
         Part { program, url }
     }
 
+    /// The chart's account of one of its parts.
+    pub fn account(&self, component: &str) -> Somebody {
+        self.env.account(NAMESPACE, &format!("pilotlight-{component}"))
+    }
+
     /// An operator that may lead.
     pub fn operator(&self, identity: &str) -> Part {
         let lease = LEASE_SECONDS.to_string();
-        self.part(identity, &["operator", "--identity", identity, "--lease-seconds", &lease])
+        let args = ["operator", "--identity", identity, "--lease-seconds", &lease];
+        self.part(identity, &self.account("operator"), &args)
     }
 
     /// A router that speaks to this operator.
     pub fn router(&self, operator: &Part) -> Part {
-        self.part("router", &["router", "--operator", &operator.url])
+        self.part("router", &self.account("router"), &["router", "--operator", &operator.url])
     }
 
-    /// The agent of a node, on this machine's processor.
+    /// The agent of a node, on this machine's processor, with the token of the chart's pod there.
     pub fn agent(&self, node: &str) -> Part {
+        self.agent_with(node, &["--host-memory", "256MiB"])
+    }
+
+    /// The same with these settings.
+    pub fn agent_with(&self, node: &str, args: &[&str]) -> Part {
+        let field = format!("--field-selector=spec.nodeName={node}");
+        let labels = "-l=app.kubernetes.io/component=agent";
+        let look = ["get", "pods", "-n", NAMESPACE, labels, &field, "--no-headers", "-o", "name"];
+        let pod = wait(&format!("an agent's pod on {node}"), PATIENCE, || {
+            Some(self.env.admin().ok(&look).trim().strip_prefix("pod/")?.to_owned())
+        });
+        let who = self.env.pod(NAMESPACE, "pilotlight-agent", &pod);
         let data = self.env.folder().join(format!("data-{node}"));
-        let data = data.to_str().unwrap();
-        self.part(node, &["agent", "--node", node, "--data-dir", data, "--host-memory", "256MiB"])
+        let common = ["agent", "--node", node, "--data-dir", data.to_str().unwrap()];
+        self.part(node, &who, &[&common, args].concat())
     }
 
     /// Waits until kubectl finds the object and it satisfies the predicate.
@@ -173,6 +202,22 @@ impl Fleet {
     }
 }
 
+/// Installs the chart, with these values besides.
+fn install(env: &TestEnv, values: &[&str]) {
+    let chart = root().join("charts/pilotlight");
+    let namespace = format!("--namespace={NAMESPACE}");
+    let home = env.folder().join("helm");
+    let mut helm = Command::new(env.program("helm"));
+    helm.args(["install", "pilotlight", chart.to_str().unwrap(), &namespace, "--create-namespace"])
+        .args(values);
+    helm.arg("--kubeconfig").arg(env.admin().kubeconfig());
+    for kind in ["CACHE", "CONFIG", "DATA"] {
+        helm.env(format!("HELM_{kind}_HOME"), &home);
+    }
+    let said = helm.output().unwrap();
+    assert!(said.status.success(), "{}", String::from_utf8_lossy(&said.stderr));
+}
+
 /// The program under test, or another build of it that `PILOTLIGHT_PROGRAM` names.
 fn program() -> PathBuf {
     std::env::var_os("PILOTLIGHT_PROGRAM")
@@ -212,4 +257,11 @@ pub fn model(name: &str, namespace: &str, folder: &Path) -> String {
          spec:\n  source: {{ uri: \"file://{}\" }}\n  scaling: {{ idleSeconds: 1 }}\n",
         folder.display()
     )
+}
+
+/// Where a replica serves.
+pub fn serving_node(list: &Value) -> Option<String> {
+    let replicas = list["items"].as_array()?.iter();
+    let mut serving = replicas.filter(|r| r["status"]["phase"] == "Ready" && r["spec"]["hold"] == "Host");
+    Some(serving.next()?["spec"]["nodeName"].as_str()?.to_owned())
 }
