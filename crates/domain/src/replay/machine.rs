@@ -44,6 +44,8 @@ struct Target {
     must: bool,
     /// What it was told to replay.
     told: usize,
+    /// Tokens that it was told in this round: the first has them all.
+    round: usize,
     /// It has replayed that.
     prepared: bool,
     rounds: u32,
@@ -334,7 +336,8 @@ impl Replay {
         let until = now + policy.prepare_max;
         let opening = self.next_opening();
         let told = self.ids.len();
-        let target = Target { opening, kind, must, told, prepared: false, rounds: 1 };
+        let round = self.prompt_ids.len() + told;
+        let target = Target { opening, kind, must, told, round, prepared: false, rounds: 1 };
         self.state = State::Preparing { source: Some(source), target, from: source.opening, until };
         out.push(Effect::Open { opening, hold: true });
     }
@@ -373,6 +376,7 @@ impl Replay {
             Next::Extend => {
                 let (at, ids) = (count(target.told), self.ids[target.told..].to_vec());
                 target.told = self.ids.len();
+                target.round = ids.len();
                 target.prepared = false;
                 target.rounds += 1;
                 // A round takes as long as it predicts; the source goes on, so there is no hurry.
@@ -395,7 +399,8 @@ impl Replay {
         match () {
             () if caught_up => Next::Freeze,
             () if too_slow && !target.must => Next::GiveUp,
-            () if too_slow || target.rounds >= self.policy.rounds_max => Next::Freeze,
+            // The session pauses for the gap: a round that would not make it smaller only takes time.
+            () if gap >= target.round || target.rounds >= self.policy.rounds_max => Next::Freeze,
             () => Next::Extend,
         }
     }
@@ -449,23 +454,22 @@ impl Replay {
         out: &mut Vec<Effect>,
     ) {
         let next = self.ids.len();
+        let released = match self.state {
+            State::Releasing { target, epoch, .. } => target.opening == by && said_epoch == epoch,
+            State::Thawing { source, epoch, .. } => source == by && said_epoch == epoch,
+            _ => false,
+        };
+        if released && next_index != next {
+            self.distrust(by, now, out);
+            return;
+        }
         match self.state {
-            State::Releasing { source, target, from, epoch, .. }
-                if target.opening == by && said_epoch == epoch =>
-            {
-                if next_index != next {
-                    self.distrust(by, now, out);
-                    return;
-                }
+            State::Releasing { source, target, from, epoch, .. } if released => {
                 out.extend(source.map(|opening| Effect::Close { opening }));
                 let kind = if source.is_some() { target.kind } else { Kind::Recovery };
                 self.switch(kind, from, Source { opening: by, epoch }, now, out);
             }
-            State::Thawing { source, epoch, .. } if source == by && said_epoch == epoch => {
-                if next_index != next {
-                    self.distrust(by, now, out);
-                    return;
-                }
+            State::Thawing { epoch, .. } if released => {
                 self.state = State::Serving(Source { opening: by, epoch });
                 out.push(Effect::Switched { opening: by, epoch, next_index: count(next) });
             }

@@ -165,9 +165,9 @@ fn rounds_go_on_until_the_gap_is_small_but_not_for_ever() {
     assert_eq!(
         told(
             Policy { gap_tokens_max: 0, ..few },
-            "move; 0:token 0 0; 1:prepared 0 0; 0:token 0 1; 1:prepared 1 0; 0:token 0 2; 1:prepared 2 0"
+            "move; 0:token 0 0; 0:token 0 1; 1:prepared 0 0; 0:token 0 2; 1:prepared 2 0; 0:token 0 3; 1:prepared 3 0"
         ),
-        "open 1 with 0, held; say; 1: extend 0+1; say; 1: extend 1+1; say; 0: freeze"
+        "open 1 with 0, held; say; say; 1: extend 0+2; say; 1: extend 2+1; say; 0: freeze"
     );
     // A token each 10 ms, and a target of 50 a second is 40 ms behind; one of 15 cannot catch up.
     let begin = "+10; 0:token 0 0; +10; 0:token 0 1; move; +10; 0:token 0 2; +10; 0:token 0 3";
@@ -178,7 +178,11 @@ fn rounds_go_on_until_the_gap_is_small_but_not_for_ever() {
     let strict = Policy { gap_max: Duration::from_millis(1), ..Policy::default() };
     assert_eq!(told(strict, &format!("{begin}; 1:prepared 2 250")), format!("{began}; 1: extend 2+2"));
     let must = begin.replace("move", "must");
-    check(&format!("{must}; 1:prepared 2 15"), &format!("{began}; 0: freeze"));
+    // One that must move goes on as long as that makes the gap smaller.
+    let caught = format!("{began}; 1: extend 2+2; say; 1: extend 4+1");
+    check(&format!("{must}; 1:prepared 2 15; 0:token 0 4; 1:prepared 4 15"), &caught);
+    let apart = format!("{began}; 1: extend 2+2; say; say; 0: freeze");
+    check(&format!("{must}; 1:prepared 2 15; 0:token 0 4; 0:token 0 5; 1:prepared 4 15"), &apart);
 }
 
 #[test]

@@ -102,7 +102,8 @@ pub enum Event<'a> {
     Move {
         /// [`Kind::HandOver`] or [`Kind::Migration`].
         kind: Kind,
-        /// Move also where the target replays too slowly to catch up: the session then pauses for the replay.
+        /// Move also where the target replays too slowly to catch up: the session then pauses for what is left when
+        /// further rounds no longer make it smaller.
         must: bool,
     },
     /// Somebody does not want it elsewhere any more.
