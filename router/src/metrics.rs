@@ -1,13 +1,16 @@
 //! Everything that the router counts, registered once.
 
+mod moves;
+
 use std::collections::HashSet;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use pilotlight_domain::replay::NotMoved;
 use pilotlight_domain::{ModelName, Phase, Phases};
 use pilotlight_kit::metrics::{Described, Register};
 use prometheus::{Histogram, HistogramVec, IntCounter, IntCounterVec, IntGauge, Registry};
+
+pub(crate) use self::moves::Moves;
 
 /// More models than this share the label `other`.
 const MODELS_MAX: usize = 1_000;
@@ -20,9 +23,6 @@ const TOKEN_BUCKETS: &[f64] = &[0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1
 /// The router's own time.
 const OVERHEAD_BUCKETS: &[f64] =
     &[0.000_05, 0.000_1, 0.000_15, 0.000_3, 0.000_6, 0.001, 0.0025, 0.005, 0.01, 0.1];
-/// Two decode steps up to a worker's restart, or a node's.
-const PAUSE_BUCKETS: &[f64] =
-    &[0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0];
 /// Estimate ÷ actual: 1 is right.
 const RATIO_BUCKETS: &[f64] = &[0.1, 0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.05, 1.1, 1.2, 1.5, 2.0, 4.0, 10.0];
 
@@ -73,11 +73,7 @@ pub(crate) struct Metrics {
     dropped: IntCounterVec,
     pub(crate) tokens_dropped: IntCounter,
     cpu_served_tokens: IntCounter,
-    moves: IntCounterVec,
-    moves_refused: IntCounterVec,
-    replayed_tokens: IntCounter,
-    move_pause_seconds: HistogramVec,
-    sessions_lost: IntCounter,
+    pub(crate) moves: Moves,
     cold_start_seconds: HistogramVec,
     cold_start_phase_seconds: HistogramVec,
     cold_start_estimate_error_ratio: Histogram,
@@ -90,23 +86,6 @@ impl Metrics {
     }
 
     fn register(r: &Register<'_>) -> prometheus::Result<Self> {
-        let moves = r.counters(
-            "moves_total",
-            "Moves of sessions; class: whether source and target are of one numerics class",
-            &["kind", "class"],
-        )?;
-        let move_pause_seconds = r.histograms(
-            "move_pause_seconds",
-            "What a client sees of a move: last token before it to the first token after it",
-            PAUSE_BUCKETS,
-            &["kind"],
-        )?;
-        for kind in ["handover", "migration", "recovery"] {
-            move_pause_seconds.with_label_values(&[kind]);
-            for class in ["same", "other"] {
-                moves.with_label_values(&[kind, class]);
-            }
-        }
         let of_model = &["namespace", "model"];
         Ok(Metrics {
             requests: r.counters(
@@ -179,31 +158,7 @@ impl Metrics {
                 "cpu_served_tokens_total",
                 "Tokens of answers that a CPU gave; of those in tokens_total",
             )?,
-            moves,
-            moves_refused: r.counters_of(
-                "moves_given_up_total",
-                "Moves that were refused or given up, by reason; their sessions went on where they were",
-                "reason",
-                &[
-                    "busy",
-                    "too_often",
-                    "too_soon",
-                    "too_long",
-                    "finished",
-                    "too_slow",
-                    "target_lost",
-                    "timed_out",
-                    "source_lost",
-                    "aborted",
-                ],
-            )?,
-            replayed_tokens: r
-                .counter("replayed_tokens_total", "Tokens that moves computed a second time")?,
-            move_pause_seconds,
-            sessions_lost: r.counter(
-                "sessions_lost_total",
-                "Sessions that ended with an error because no replica could take them over",
-            )?,
+            moves: Moves::register(r)?,
             cold_start_seconds: r.histograms(
                 "cold_start_seconds",
                 "Arrival to first token where no replica was ready, by the tier the weights came from",
@@ -281,35 +236,6 @@ impl Metrics {
             let each = decode.as_secs_f64() / f64::from(generated - 1);
             self.output_token_seconds.with_label_values(&[namespace, model]).observe(each);
         }
-    }
-
-    /// A session moved.
-    pub(crate) fn moved(&self, kind: &str, same_class: bool, replayed: u32, pause: Duration) {
-        self.moves.with_label_values(&[kind, if same_class { "same" } else { "other" }]).inc();
-        self.replayed_tokens.inc_by(replayed.into());
-        self.move_pause_seconds.with_label_values(&[kind]).observe(pause.as_secs_f64());
-    }
-
-    /// A session did not move.
-    pub(crate) fn not_moved(&self, why: &NotMoved) {
-        let reason = match why {
-            NotMoved::Busy => "busy",
-            NotMoved::TooOften => "too_often",
-            NotMoved::TooSoon => "too_soon",
-            NotMoved::TooLong => "too_long",
-            NotMoved::Finished => "finished",
-            NotMoved::TooSlow => "too_slow",
-            NotMoved::TargetLost => "target_lost",
-            NotMoved::TimedOut => "timed_out",
-            NotMoved::SourceLost => "source_lost",
-            NotMoved::Aborted => "aborted",
-        };
-        self.moves_refused.with_label_values(&[reason]).inc();
-    }
-
-    /// A session could not be recovered.
-    pub(crate) fn lost_for_good(&self) {
-        self.sessions_lost.inc();
     }
 
     pub(crate) fn cold_start(&self, model: &ModelName, path: &str, phases: &Phases, estimate: Option<f64>) {

@@ -368,7 +368,7 @@ impl<'c, 'a> Session<'c, 'a> {
         span.set("pilotlight.move.kind", what.kind);
         span.set("pilotlight.move.to", &what.to);
         let metrics = &self.choice.job.cx.metrics;
-        metrics.moved(report.kind.as_str(), same_class, report.replayed, report.pause);
+        metrics.moves.moved(report.kind.as_str(), same_class, report.replayed, report.pause);
         tracing::info!(
             request = %self.first.id, kind = what.kind, from = what.from, to = what.to,
             replayed = what.tokens_replayed, pause = what.pause_seconds, "session moved"
@@ -393,7 +393,7 @@ impl<'c, 'a> Session<'c, 'a> {
 
     fn not_moved(&mut self, why: pilotlight_domain::replay::NotMoved) {
         use pilotlight_domain::replay::NotMoved as Why;
-        self.choice.job.cx.metrics.not_moved(&why);
+        self.choice.job.cx.metrics.moves.not_moved(&why);
         if self.replay.is_settled() && self.replay.serving().is_some() {
             self.choice.entry.is(State::Running);
         }
@@ -418,7 +418,7 @@ impl<'c, 'a> Session<'c, 'a> {
                 }
             }
             SessionEvent::Failed { code, message, .. } => {
-                self.choice.job.cx.metrics.lost_for_good();
+                self.choice.job.cx.metrics.moves.lost_for_good();
                 Outcome::Fatal(self.choice.job.failure(code, message))
             }
             _ => Outcome::Fatal(ApiError::new(Code::UpstreamFailed, "the session ended without an end")),
