@@ -1,15 +1,17 @@
 //! Somebody who speaks to the cluster, by kubectl: the very tool that users have.
 
+use std::ffi::OsString;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use anyhow::{Context as _, Result};
-use serde_json::{Value, json};
+use serde_json::Value;
 
 /// A user of the cluster.
 #[derive(Clone, Debug)]
 pub struct Client {
+    /// What comes before a kubectl command: nothing, or the way into the cluster's network.
+    network: Vec<OsString>,
     kubectl: PathBuf,
     kubeconfig: PathBuf,
 }
@@ -27,25 +29,9 @@ impl std::fmt::Display for Refused {
 impl std::error::Error for Refused {}
 
 impl Client {
-    /// Writes a kubeconfig for `user` and gives its client.
-    pub(crate) fn new(
-        programs: &Path,
-        folder: &Path,
-        name: &str,
-        server: &str,
-        user: &Value,
-    ) -> Result<Client> {
-        let kubeconfig = folder.join(format!("{name}.kubeconfig"));
-        let text = json!({
-            "apiVersion": "v1", "kind": "Config", "current-context": "test",
-            "clusters": [{ "name": "test", "cluster":
-                { "server": server, "certificate-authority": folder.join("ca.crt") } }],
-            "users": [{ "name": "test", "user": user }],
-            "contexts": [{ "name": "test", "context": { "cluster": "test", "user": "test" } }],
-        });
-        std::fs::write(&kubeconfig, text.to_string())
-            .with_context(|| format!("write {}", kubeconfig.display()))?;
-        Ok(Client { kubectl: programs.join("kubectl"), kubeconfig })
+    /// One by its kubeconfig.
+    pub(crate) fn new(network: Vec<OsString>, kubectl: PathBuf, kubeconfig: PathBuf) -> Client {
+        Client { network, kubectl, kubeconfig }
     }
 
     /// What programs under test are given as `--kubeconfig`.
@@ -55,7 +41,7 @@ impl Client {
 
     /// A kubectl command of this user, to be run in any way.
     pub fn command(&self, args: &[&str]) -> Command {
-        let mut command = Command::new(&self.kubectl);
+        let mut command = within(&self.network, &self.kubectl);
         // Its cache of what the server knows lies beside the kubeconfig, not in anybody's home.
         let cache = self.kubeconfig.with_extension("cache");
         command.arg("--kubeconfig").arg(&self.kubeconfig).arg("--cache-dir").arg(cache).args(args);
@@ -130,4 +116,12 @@ impl Client {
             Err(refused) => panic!("kubectl {all:?}: {refused}"),
         }
     }
+}
+
+/// A command after the words that lead into a network.
+pub(crate) fn within(network: &[OsString], program: &Path) -> Command {
+    let Some((first, rest)) = network.split_first() else { return Command::new(program) };
+    let mut command = Command::new(first);
+    command.args(rest).arg(program);
+    command
 }

@@ -1,7 +1,7 @@
 //! Starting a control plane, and ways into it.
 
 use std::io::{Read as _, Write as _};
-use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::net::{Ipv4Addr, SocketAddr, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Mutex, MutexGuard, OnceLock};
@@ -14,20 +14,21 @@ use crate::binaries::{Level, find};
 use crate::certificates::Authority;
 use crate::client::Client;
 use crate::guard::{Guard, Program};
+use crate::inside::Inside;
+use crate::node::{self, Node};
+use crate::reach::{Reach, free_ports};
 use crate::wait::{pause, wait};
+use crate::{cgroups, commands, guard, machine};
 
 /// Starts in four seconds on two idle cores; ten programs that compile beside it make it a minute.
 const START_MAX: Duration = Duration::from_secs(120);
-/// What the server tells others its address is; nobody asks. It may not be a loopback address.
-const ADVERTISED: &str = "192.0.2.1";
 /// The module that the programs are built from.
 const MODULE: &str = include_str!("../cluster/go.mod");
 
 /// A running control plane.
 pub struct TestEnv {
     level: Level,
-    programs: PathBuf,
-    server: String,
+    reach: Reach,
     etcd: SocketAddr,
     authority: Authority,
     admin: Client,
@@ -38,6 +39,9 @@ pub struct TestEnv {
 struct Running {
     guard: Guard,
     parts: Vec<Program>,
+    nodes: u8,
+    /// The image of the sandboxes, once a node wanted it.
+    pause: Option<PathBuf>,
 }
 
 impl TestEnv {
@@ -46,10 +50,11 @@ impl TestEnv {
     /// # Panics
     /// When it does not start, or is missing and required.
     pub fn shared(level: Level) -> Option<&'static TestEnv> {
-        static CLUSTERS: [OnceLock<Option<TestEnv>>; 2] = [OnceLock::new(), OnceLock::new()];
+        static CLUSTERS: [OnceLock<Option<TestEnv>>; 3] = [OnceLock::new(), OnceLock::new(), OnceLock::new()];
         let cluster = match level {
             Level::A => &CLUSTERS[0],
-            Level::B | Level::C => &CLUSTERS[1],
+            Level::B => &CLUSTERS[1],
+            Level::C => &CLUSTERS[2],
         };
         cluster.get_or_init(|| TestEnv::start(level)).as_ref()
     }
@@ -81,21 +86,29 @@ impl TestEnv {
     }
 
     fn try_start(level: Level, programs: &Path) -> Result<TestEnv> {
+        if level == Level::C {
+            guard::sweep();
+        }
         let mut guard = Guard::new()?;
         let folder = guard.folder().to_owned();
+        let mut parts = Vec::new();
+        let inside = if level == Level::C { Some(place(&mut guard, &mut parts, "node-1")?) } else { None };
+        let [etcd, peer, mut api] = free_ports()?;
+        if let Some(inside) = &inside {
+            Node::new("node-1", 1, inside.clone(), &folder).join(inside)?;
+            api.set_ip(node::FIRST.into());
+        }
         let authority = Authority::new(&folder)?;
-        authority.server("server", &[Ipv4Addr::LOCALHOST, Ipv4Addr::new(10, 0, 0, 1)])?;
+        authority.server("server", &[Ipv4Addr::LOCALHOST, Ipv4Addr::new(10, 0, 0, 1), node::FIRST])?;
         authority.user("admin", "admin", &["system:masters"])?;
-        let [etcd, peer, api] = free_ports()?;
-        let server = format!("https://127.0.0.1:{}", api.port());
-        let admin = Client::new(programs, &folder, "admin", &server, &certificate(&folder, "admin"))?;
+        let reach = Reach { programs: programs.into(), folder, api, inside };
+        let admin = reach.certified("admin")?;
 
-        let mut parts = vec![guard.spawn("etcd", &mut etcd_command(programs, &folder, etcd, peer))?];
+        parts.push(guard.spawn("etcd", &mut commands::etcd(&reach, etcd, peer))?);
         ready(&mut parts, "etcd", || {
-            http_get(etcd, "/health").is_ok_and(|health| health.contains("\"health\":\"true\""))
+            http_get(&reach, etcd, "/health").is_ok_and(|health| health.contains("\"health\":\"true\""))
         })?;
-        let mut command = server_command(programs, &folder, etcd, api, level);
-        parts.push(guard.spawn("kube-apiserver", &mut command)?);
+        parts.push(guard.spawn("kube-apiserver", &mut commands::server(&reach, etcd, level))?);
         ready(&mut parts, "the API server", || admin.run(&["get", "--raw", "/readyz"]).is_ok())?;
         if level >= Level::B {
             for (file, user) in [
@@ -103,18 +116,79 @@ impl TestEnv {
                 ("kube-scheduler", "system:kube-scheduler"),
             ] {
                 authority.user(file, user, &[])?;
-                Client::new(programs, &folder, file, &server, &certificate(&folder, file))?;
+                reach.certified(file)?;
             }
-            parts.push(guard.spawn("kube-controller-manager", &mut controllers_command(programs, &folder)?)?);
-            parts.push(guard.spawn("kube-scheduler", &mut scheduler_command(programs, &folder)?)?);
+            parts.push(guard.spawn("kube-controller-manager", &mut commands::controllers(&reach)?)?);
+            parts.push(guard.spawn("kube-scheduler", &mut commands::scheduler(&reach)?)?);
             // The controllers work as soon as they make this account.
             ready(&mut parts, "the controllers", || {
                 admin.run(&["get", "serviceaccount", "default", "-n", "default"]).is_ok()
             })?;
         }
         let version = version(programs, &admin)?;
-        let running = Mutex::new(Running { guard, parts });
-        Ok(TestEnv { level, programs: programs.into(), server, etcd, authority, admin, version, running })
+        let running = Mutex::new(Running { guard, parts, nodes: 0, pause: None });
+        Ok(TestEnv { level, reach, etcd, authority, admin, version, running })
+    }
+
+    /// A real node, the first one called `node-1`; it is ready. On level C alone.
+    ///
+    /// # Panics
+    /// When it does not start.
+    pub fn node(&self) -> Node {
+        self.try_node().unwrap_or_else(|error| panic!("a node does not start: {error:#}"))
+    }
+
+    fn try_node(&self) -> Result<Node> {
+        let first = self.reach.inside.as_ref().context("real nodes are level C's")?;
+        let mut running = self.running();
+        let running = &mut *running;
+        let (folder, place_number) = (self.reach.folder.clone(), running.nodes + 1);
+        let name = format!("node-{place_number}");
+        let group = folder.file_name().and_then(|name| name.to_str()).context("the folder has a name")?;
+        if running.nodes == 0 {
+            running.guard.at_the_end(&cgroups::removal(group))?;
+        }
+        running.nodes = place_number;
+        cgroups::make(group, &name)?;
+        let node = if place_number == 1 {
+            Node::new(&name, place_number, first.clone(), &folder)
+        } else {
+            let inside = place(&mut running.guard, &mut running.parts, &name)?;
+            let node = Node::new(&name, place_number, inside, &folder);
+            node.join(first)?;
+            node
+        };
+        let pause = match &running.pause {
+            Some(packed) => packed.clone(),
+            None => running.pause.insert(node::pack_pause(&folder)?).clone(),
+        };
+        let plugins = machine::plugins().context("find the network plugins")?;
+        let parts = &mut running.parts;
+        parts.push(running.guard.spawn(&format!("containerd-{name}"), &mut node.containerd(plugins)?)?);
+        ready(parts, "containerd", || node.has_containerd())?;
+        node.import_pause(&pause)?;
+        let mut kubelet = node.kubelet(&self.reach, &self.authority, group)?;
+        parts.push(running.guard.spawn(&format!("kubelet-{name}"), &mut kubelet)?);
+        let mut proxy = node.proxy(&self.reach, &self.authority)?;
+        parts.push(running.guard.spawn(&format!("kube-proxy-{name}"), &mut proxy)?);
+        ready(parts, "the node", || {
+            let said = "-o=jsonpath={.status.conditions[?(@.type=='Ready')].status}";
+            self.admin.run(&["get", "node", &name, said]).is_ok_and(|said| said == "True")
+        })?;
+        Ok(node)
+    }
+
+    /// Where a node's own files are, on each node: what manifests name.
+    pub fn node_folder(&self) -> PathBuf {
+        self.reach.file("node")
+    }
+
+    /// Packs a program and its libraries into an image, as releases are; the tar's path.
+    ///
+    /// # Panics
+    /// When it cannot be packed.
+    pub fn pack(&self, program: &Path, name: &str) -> PathBuf {
+        node::pack(program, name, &[], &self.reach.folder).unwrap_or_else(|error| panic!("{error:#}"))
     }
 
     /// What runs.
@@ -123,8 +197,8 @@ impl TestEnv {
     }
 
     /// The API server's URL.
-    pub fn server(&self) -> &str {
-        &self.server
+    pub fn server(&self) -> String {
+        self.reach.server()
     }
 
     /// The version that the API server says it is, such as `v1.36.1`.
@@ -132,14 +206,14 @@ impl TestEnv {
         &self.version
     }
 
-    /// One of Kubernetes' programs, such as `helm`.
-    pub fn program(&self, name: &str) -> PathBuf {
-        self.programs.join(name)
+    /// One of Kubernetes' programs that speaks to the server, such as `helm`.
+    pub fn tool(&self, name: &str) -> Command {
+        self.reach.tool(name)
     }
 
     /// A folder that is removed at the end.
     pub fn folder(&self) -> PathBuf {
-        self.running().guard.folder().to_owned()
+        self.reach.folder.clone()
     }
 
     /// Who may do everything.
@@ -153,10 +227,7 @@ impl TestEnv {
     /// When its files cannot be written.
     pub fn user(&self, name: &str, groups: &[&str]) -> Client {
         let file = format!("user-{}-{}", name.replace([':', '/'], "-"), unique());
-        let client = self.authority.user(&file, name, groups).and_then(|()| {
-            let folder = self.folder();
-            Client::new(&self.programs, &folder, &file, &self.server, &certificate(&folder, &file))
-        });
+        let client = self.authority.user(&file, name, groups).and_then(|()| self.reach.certified(&file));
         client.unwrap_or_else(|error| panic!("a client for user {name}: {error:#}"))
     }
 
@@ -204,7 +275,8 @@ impl TestEnv {
         let args = [&["create", "token", account, "-n", namespace, "--duration=2h"], bound].concat();
         let token = self.admin.ok(&args);
         let (file, user) = (format!("account-{account}-{}", unique()), json!({ "token": token.trim() }));
-        Client::new(&self.programs, &self.folder(), &file, &self.server, &user)
+        self.reach
+            .client(&file, &user)
             .unwrap_or_else(|error| panic!("a client for account {account}: {error:#}"))
     }
 
@@ -252,9 +324,7 @@ impl TestEnv {
         let place = running.parts.iter().position(|part| part.name == "kube-apiserver");
         let old = running.parts.remove(place.unwrap_or_else(|| panic!("no API server runs")));
         let old = old.finish("KILL");
-        let api = SocketAddr::from((Ipv4Addr::LOCALHOST, port(&self.server)));
-        let folder = running.guard.folder().to_owned();
-        let mut command = server_command(&self.programs, &folder, self.etcd, api, self.level);
+        let mut command = commands::server(&self.reach, self.etcd, self.level);
         let begun =
             running.guard.forget(&old).and_then(|()| running.guard.spawn("kube-apiserver", &mut command));
         running.parts.push(begun.unwrap_or_else(|error| panic!("{error:#}")));
@@ -267,7 +337,8 @@ impl TestEnv {
     /// # Panics
     /// When etcd does not answer.
     pub fn etcd_metric(&self, name: &str) -> f64 {
-        let text = http_get(self.etcd, "/metrics").unwrap_or_else(|error| panic!("etcd's metrics: {error}"));
+        let text = http_get(&self.reach, self.etcd, "/metrics")
+            .unwrap_or_else(|error| panic!("etcd's metrics: {error}"));
         let of = |line: &&str| line.strip_prefix(name).is_some_and(|rest| rest.starts_with([' ', '{']));
         text.lines().filter(of).filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum()
     }
@@ -284,96 +355,13 @@ impl TestEnv {
     }
 }
 
-fn etcd_command(programs: &Path, folder: &Path, client: SocketAddr, peer: SocketAddr) -> Command {
-    let mut command = Command::new(programs.join("etcd"));
-    let (client, peer) = (format!("http://{client}"), format!("http://{peer}"));
-    command.arg("--data-dir").arg(folder.join("etcd")).args([
-        // Nothing here outlives the machine.
-        "--unsafe-no-fsync",
-        &format!("--listen-client-urls={client}"),
-        &format!("--advertise-client-urls={client}"),
-        &format!("--listen-peer-urls={peer}"),
-        &format!("--initial-advertise-peer-urls={peer}"),
-        &format!("--initial-cluster=default={peer}"),
-    ]);
-    command
-}
-
-fn server_command(
-    programs: &Path,
-    folder: &Path,
-    etcd: SocketAddr,
-    api: SocketAddr,
-    level: Level,
-) -> Command {
-    let mut command = Command::new(programs.join("kube-apiserver"));
-    let file = |flag: &str, name: &str| format!("--{flag}={}", folder.join(name).display());
-    command.args([
-        format!("--etcd-servers=http://{etcd}"),
-        file("cert-dir", "certs"),
-        file("tls-cert-file", "server.crt"),
-        file("tls-private-key-file", "server.key"),
-        file("client-ca-file", "ca.crt"),
-        format!("--bind-address={}", api.ip()),
-        format!("--secure-port={}", api.port()),
-        format!("--advertise-address={ADVERTISED}"),
-        "--endpoint-reconciler-type=none".into(),
-        "--service-cluster-ip-range=10.0.0.0/24".into(),
-        "--authorization-mode=Node,RBAC".into(),
-        "--service-account-issuer=https://kubernetes.default.svc".into(),
-        file("service-account-key-file", "tokens.pub"),
-        file("service-account-signing-key-file", "tokens.key"),
-        "--allow-privileged=true".into(),
-    ]);
-    if level == Level::A {
-        // Nobody makes the accounts that it asks for.
-        command.arg("--disable-admission-plugins=ServiceAccount");
-    }
-    command
-}
-
-fn controllers_command(programs: &Path, folder: &Path) -> Result<Command> {
-    let [port] = free_ports()?;
-    let mut command = Command::new(programs.join("kube-controller-manager"));
-    let file = |flag: &str, name: &str| format!("--{flag}={}", folder.join(name).display());
-    command.args([
-        file("kubeconfig", "kube-controller-manager.kubeconfig"),
-        file("authentication-kubeconfig", "kube-controller-manager.kubeconfig"),
-        file("authorization-kubeconfig", "kube-controller-manager.kubeconfig"),
-        file("service-account-private-key-file", "tokens.key"),
-        file("root-ca-file", "ca.crt"),
-        "--use-service-account-credentials".into(),
-        "--leader-elect=false".into(),
-        "--bind-address=127.0.0.1".into(),
-        format!("--secure-port={}", port.port()),
-        // A node whose lease stops is unreachable after half of the usual time.
-        "--node-monitor-grace-period=20s".into(),
-        // An autoscaler looks every 15 s otherwise.
-        "--horizontal-pod-autoscaler-sync-period=2s".into(),
-    ]);
-    Ok(command)
-}
-
-fn scheduler_command(programs: &Path, folder: &Path) -> Result<Command> {
-    let [port] = free_ports()?;
-    let config = folder.join("scheduler.json");
-    let text = json!({
-        "apiVersion": "kubescheduler.config.k8s.io/v1", "kind": "KubeSchedulerConfiguration",
-        "clientConnection": { "kubeconfig": folder.join("kube-scheduler.kubeconfig") },
-        "leaderElection": { "leaderElect": false },
-    });
-    std::fs::write(&config, text.to_string()).context("write the scheduler's settings")?;
-    let mut command = Command::new(programs.join("kube-scheduler"));
-    command
-        .arg("--config")
-        .arg(config)
-        .args(["--bind-address=127.0.0.1".into(), format!("--secure-port={}", port.port())]);
-    Ok(command)
-}
-
-fn certificate(folder: &Path, file: &str) -> Value {
-    json!({ "client-certificate": folder.join(format!("{file}.crt")),
-            "client-key": folder.join(format!("{file}.key")) })
+/// Namespaces for a node, once they are set up.
+fn place(guard: &mut Guard, parts: &mut Vec<Program>, name: &str) -> Result<Inside> {
+    let folder = guard.folder().to_owned();
+    let mut first = Inside::first_process(&folder, name);
+    parts.push(guard.spawn_held(&format!("place-{name}"), &mut first)?);
+    ready(parts, "a place of its own", || Inside::found(&folder, name).is_some())?;
+    Inside::found(&folder, name).context("find the node's namespaces")
 }
 
 /// Waits until `probe` succeeds, while every part runs.
@@ -409,25 +397,13 @@ fn version(programs: &Path, admin: &Client) -> Result<String> {
     Ok(said)
 }
 
-/// Ports that were free a moment ago, all at the same time.
-fn free_ports<const N: usize>() -> Result<[SocketAddr; N]> {
-    let held: Vec<TcpListener> =
-        (0..N).map(|_| TcpListener::bind((Ipv4Addr::LOCALHOST, 0))).collect::<Result<_, _>>()?;
-    let addresses: Vec<SocketAddr> = held.iter().map(TcpListener::local_addr).collect::<Result<_, _>>()?;
-    addresses.try_into().map_err(|_| anyhow::anyhow!("as many as were asked for"))
-}
-
-fn http_get(address: SocketAddr, path: &str) -> std::io::Result<String> {
-    let mut stream = TcpStream::connect_timeout(&address, Duration::from_secs(1))?;
+fn http_get(reach: &Reach, address: SocketAddr, path: &str) -> std::io::Result<String> {
+    let mut stream: TcpStream = reach.connect(address, Duration::from_secs(1))?;
     stream.set_read_timeout(Some(Duration::from_secs(5)))?;
     write!(stream, "GET {path} HTTP/1.0\r\nhost: etcd\r\n\r\n")?;
     let mut answer = String::new();
     stream.read_to_string(&mut answer)?;
     Ok(answer)
-}
-
-fn port(url: &str) -> u16 {
-    url.rsplit(':').next().and_then(|port| port.parse().ok()).unwrap_or_default()
 }
 
 fn unique() -> String {

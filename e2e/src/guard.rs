@@ -12,6 +12,9 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 
 use anyhow::{Context as _, Result};
 
+/// What the folders of runs are called, and the control groups of their nodes.
+pub(crate) const PREFIX: &str = "pilotlight-k8s-";
+
 /// `+N` adds a group, `-N` forgets one, `!COMMAND` is run after they are gone. They are killed at once: what they know
 /// is not wanted any more. The guard is quiet, and ends by itself.
 const SCRIPT: &str = r#"
@@ -29,7 +32,11 @@ done
 for group in $groups; do kill -s KILL -- "-$group"; done
 eval "$last"
 [ -n "$KEEP" ] || rm -rf -- "$FOLDER" || { sleep 1; rm -rf -- "$FOLDER"; }
+[ -z "$KEEP" ] || rm -f -- "$FOLDER/guard"
 "#;
+
+/// Its number, in the folder, as long as the folder is looked after.
+const GUARD: &str = "guard";
 
 /// Programs in groups of their own, their logs in one folder, and the process that ends them.
 #[derive(Debug)]
@@ -58,8 +65,7 @@ impl Guard {
     /// # Errors
     /// When the folder or the process cannot be made.
     pub fn new() -> Result<Guard> {
-        let folder =
-            tempfile::Builder::new().prefix("pilotlight-k8s-").tempdir().context("make a folder")?.keep();
+        let folder = tempfile::Builder::new().prefix(PREFIX).tempdir().context("make a folder")?.keep();
         let mut process = Command::new("sh")
             .args(["-c", SCRIPT])
             .env("FOLDER", &folder)
@@ -72,6 +78,7 @@ impl Guard {
             .spawn()
             .context("start sh")?;
         let pipe = process.stdin.take();
+        std::fs::write(folder.join(GUARD), process.id().to_string()).context("note the guard")?;
         Ok(Guard { folder, process, pipe })
     }
 
@@ -85,11 +92,23 @@ impl Guard {
     /// # Errors
     /// When it cannot be started.
     pub fn spawn(&mut self, name: &str, command: &mut Command) -> Result<Program> {
+        self.spawn_with(name, command, Stdio::null())
+    }
+
+    /// The same with an input that stays open until this process ends, however it does.
+    ///
+    /// # Errors
+    /// When it cannot be started.
+    pub(crate) fn spawn_held(&mut self, name: &str, command: &mut Command) -> Result<Program> {
+        self.spawn_with(name, command, Stdio::piped())
+    }
+
+    fn spawn_with(&mut self, name: &str, command: &mut Command, input: Stdio) -> Result<Program> {
         let log = self.folder.join(format!("{name}.log"));
         let file = File::options().create(true).append(true).open(&log).context("open a log")?;
         let child = command
             .process_group(0)
-            .stdin(Stdio::null())
+            .stdin(input)
             .stdout(file.try_clone().context("share a log")?)
             .stderr(file)
             .spawn()
@@ -117,6 +136,27 @@ impl Guard {
     fn tell(&mut self, line: &str) -> Result<()> {
         let pipe = self.pipe.as_mut().context("the guard is stopped")?;
         writeln!(pipe, "{line}").context("tell the guard")
+    }
+}
+
+/// Removes what runs left whose guards were killed, too: folders and control groups. Their processes had nobody to end
+/// them, but for those of nodes, which end with their test binary. Runs that were kept on purpose stay.
+pub(crate) fn sweep() {
+    let temporary = std::env::temp_dir();
+    let over = |name: &str| {
+        let folder = temporary.join(name);
+        let Ok(guard) = std::fs::read_to_string(folder.join(GUARD)) else { return false };
+        // A process of another's may have its number by now.
+        let environment = std::fs::read(format!("/proc/{guard}/environ")).unwrap_or_default();
+        let folder = format!("FOLDER={}", folder.display());
+        !environment.split(|byte| *byte == 0).any(|variable| variable == folder.as_bytes())
+    };
+    crate::cgroups::sweep(PREFIX, over);
+    for entry in std::fs::read_dir(&temporary).into_iter().flatten().flatten() {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if name.starts_with(PREFIX) && over(&name) {
+            let _ = std::fs::remove_dir_all(entry.path());
+        }
     }
 }
 

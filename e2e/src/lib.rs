@@ -1,5 +1,6 @@
-//! A real Kubernetes control plane for tests: etcd and the API server, and where a test wants them the controllers and
-//! the scheduler, each a process of its own on free loopback ports, with certificates made for the run.
+//! A real Kubernetes for tests: etcd and the API server, and where a test wants them the controllers and the scheduler,
+//! each a process of its own on free loopback ports, with certificates made for the run. On level C real nodes, too:
+//! kubelet, kube-proxy and containerd, all of it in namespaces of its own.
 //!
 //! ```no_run
 //! use pilotlight_e2e::{Level, TestEnv};
@@ -21,6 +22,8 @@
 //! - Clients speak as somebody: [`TestEnv::admin`], [`TestEnv::user`] (a certificate), [`TestEnv::account`] (a real token
 //!   of a ServiceAccount), [`TestEnv::agent`] (one that is bound to a pod on a node, as a DaemonSet's pods have them).
 //! - [`kubelet::FakeKubelet`] is a test double: Nodes that are ready, and pods on them that run nothing.
+//! - Level C wants root, and Debian's packages `containerd runc containernetworking-plugins iptables conntrack iproute2`.
+//!   What the machine cannot do is tried before, and told in the line with which tests skip or fail.
 //! - On level A nothing acts: namespaces never finish terminating, owners' objects are not collected, no pod is bound.
 //!
 //! It knows none of Pilotlight's crates, so that all of them may use it in their tests.
@@ -28,13 +31,20 @@
 
 mod binaries;
 mod certificates;
+mod cgroups;
 mod client;
+mod commands;
 mod env;
 pub mod guard;
+mod inside;
 pub mod kubelet;
+mod machine;
+mod node;
+mod reach;
 mod wait;
 
 pub use binaries::{Level, find};
 pub use client::{Client, Refused};
 pub use env::TestEnv;
+pub use node::Node;
 pub use wait::wait;

@@ -207,7 +207,7 @@ fn install(env: &TestEnv, values: &[&str]) {
     let chart = root().join("charts/pilotlight");
     let namespace = format!("--namespace={NAMESPACE}");
     let home = env.folder().join("helm");
-    let mut helm = Command::new(env.program("helm"));
+    let mut helm = env.tool("helm");
     helm.args(["install", "pilotlight", chart.to_str().unwrap(), &namespace, "--create-namespace"])
         .args(values);
     helm.arg("--kubeconfig").arg(env.admin().kubeconfig());

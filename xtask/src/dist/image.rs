@@ -60,7 +60,9 @@ pub(super) struct Image {
     pub(super) version: String,
     pub(super) architecture: &'static str,
     /// What it runs.
-    pub(super) program: &'static str,
+    pub(super) program: String,
+    /// What that is given first.
+    pub(super) args: Vec<String>,
     /// Whom it runs as.
     pub(super) account: u32,
     pub(super) tree: Tree,
@@ -103,12 +105,14 @@ impl Image {
     }
 
     fn config(&self, layer: &str) -> Value {
+        let mut entrypoint = vec![format!("/{}", self.program)];
+        entrypoint.extend(self.args.iter().cloned());
         json!({
             "architecture": self.architecture,
             "os": "linux",
             "config": {
                 "User": format!("{0}:{0}", self.account),
-                "Entrypoint": [format!("/{}", self.program)],
+                "Entrypoint": entrypoint,
                 "Env": ["PATH=/usr/bin", "HOME=/home/pilotlight"],
                 "WorkingDir": "/home/pilotlight",
                 "Labels": {
@@ -175,7 +179,8 @@ mod tests {
             name: "localhost/pilotlight:1".into(),
             version: "1".into(),
             architecture: "amd64",
-            program: "usr/bin/pilotlight",
+            program: "usr/bin/pilotlight".into(),
+            args: vec!["--first".into()],
             account: 65_532,
             tree,
         }
@@ -223,7 +228,7 @@ mod tests {
         let manifest = json(follow(described));
         let config = json(follow(&manifest["config"]));
         assert_eq!(config["config"]["User"], "65532:65532");
-        assert_eq!(config["config"]["Entrypoint"], json!(["/usr/bin/pilotlight"]));
+        assert_eq!(config["config"]["Entrypoint"], json!(["/usr/bin/pilotlight", "--first"]));
         let mut layer = Vec::new();
         let compressed = follow(&manifest["layers"][0]);
         flate2::read::GzDecoder::new(compressed.as_slice()).read_to_end(&mut layer).unwrap();

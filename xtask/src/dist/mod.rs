@@ -16,8 +16,6 @@ use self::image::{Image, Tree};
 
 /// The account that the parts run under, unless the cluster says otherwise.
 const ACCOUNT: u32 = 65_532;
-/// Where the binary lies in the image.
-const PROGRAM: &str = "usr/bin/pilotlight";
 /// Where Debian and its kin keep them; first found, first taken.
 const AUTHORITIES: [&str; 2] = ["/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt"];
 
@@ -30,26 +28,42 @@ pub(crate) struct Args {
     /// The folder to write to.
     #[arg(long, value_name = "DIR", default_value = "dist")]
     out: PathBuf,
+    /// The image's name; default: localhost/pilotlight and the version.
+    #[arg(long, value_name = "HOST/NAME:VERSION")]
+    name: Option<String>,
+    /// What the program is given before all else.
+    #[arg(last = true)]
+    args: Vec<String>,
 }
 
 /// Builds, packs, and says where the image lies.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
-    let version = env!("CARGO_PKG_VERSION");
+    let name = args
+        .name
+        .clone()
+        .unwrap_or_else(|| concat!("localhost/pilotlight:", env!("CARGO_PKG_VERSION")).into());
+    let (short, version) = name
+        .rsplit_once(':')
+        .and_then(|(path, version)| Some((path.rsplit_once('/')?.1, version)))
+        .with_context(|| format!("`{name}` is no HOST/NAME:VERSION"))?;
     let binary = match &args.binary {
         Some(given) => given.clone(),
         None => build()?,
     };
-    let image = Image {
-        name: format!("localhost/pilotlight:{version}"),
-        version: version.to_owned(),
-        architecture: "amd64",
-        program: PROGRAM,
-        account: ACCOUNT,
-        tree: tree(&binary)?,
-    };
+    let file = binary.file_name().and_then(|file| file.to_str()).context("a program's name is text")?;
+    let program = format!("usr/bin/{file}");
     let out = crate::tidy::root().join(&args.out);
     std::fs::create_dir_all(&out).with_context(|| format!("make {}", out.display()))?;
-    let path = out.join(format!("pilotlight-{version}-linux-amd64.oci.tar"));
+    let path = out.join(format!("{short}-{version}-linux-amd64.oci.tar"));
+    let image = Image {
+        version: version.to_owned(),
+        architecture: "amd64",
+        tree: tree(&binary, &program)?,
+        program,
+        args: args.args.clone(),
+        account: ACCOUNT,
+        name,
+    };
     let bytes = image.pack()?;
     std::fs::write(&path, &bytes).with_context(|| format!("write {}", path.display()))?;
     println!("{}  {}  {} MiB", path.display(), image.name, bytes.len() >> 20);
@@ -76,9 +90,9 @@ fn build() -> anyhow::Result<PathBuf> {
 }
 
 /// Every file of the image.
-fn tree(binary: &Path) -> anyhow::Result<Tree> {
+fn tree(binary: &Path, program: &str) -> anyhow::Result<Tree> {
     let mut tree = Tree::default();
-    tree.file(PROGRAM, read(binary)?, 0o755);
+    tree.file(program, read(binary)?, 0o755);
     for library in closure::of(binary)? {
         let place = library.to_str().context("a library's path is text")?;
         tree.file(place.trim_start_matches('/'), read(&library)?, 0o755);
