@@ -9,6 +9,7 @@ use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
 
+use pilotlight_kit::http::{NO_ANSWER, no_answer};
 use pilotlight_store::{RemoteStore, StoreError};
 
 use crate::args::{Kind, ServerArgs};
@@ -81,11 +82,10 @@ impl Server {
             }
             None => Bytes::new(),
         };
-        self.client.request(request.body(Full::new(bytes))?).await.map_err(|e| {
-            let mut failure = Failure::from_error(&e);
-            failure = Failure::new(format!("no answer from {}: {}", self.url, failure.cause()));
-            failure.cure(START_IT)
-        })
+        self.client
+            .request(request.body(Full::new(bytes))?)
+            .await
+            .map_err(|error| Failure::new(no_answer(&self.url, &error)).cure(START_IT))
     }
 
     /// Asks for a JSON document.
@@ -107,12 +107,14 @@ pub(crate) fn store(url: &str) -> Result<RemoteStore, Failure> {
     Ok(RemoteStore::from_url(Server::new(url)?.url(), "pilotlight-cli")?)
 }
 
-/// A store's refusal, with the way out where nobody answered.
+/// A store's refusal, with the way out where nobody answered. Whoever did answer says what to do itself.
 pub(crate) fn unreachable_hint(error: &StoreError, url: &str) -> Failure {
     match error {
-        StoreError::Unavailable { .. } | StoreError::Timeout { .. } => {
-            Failure::new(format!("no answer from {url}: {}", Failure::from_error(error).cause()))
-                .cure(START_IT)
+        StoreError::Unavailable { message, .. } if message.starts_with(NO_ANSWER) => {
+            Failure::new(message).cure(START_IT)
+        }
+        StoreError::Timeout { after, .. } => {
+            Failure::new(format!("{NO_ANSWER} {url} within {} s", after.as_secs())).cure(START_IT)
         }
         _ => Failure::from_error(error),
     }

@@ -38,13 +38,18 @@ async fn absurd_bodies_and_parameters_are_refused_by_name() {
     up.apply(&[model("demo", &demo_model(), json!({}))]);
     let stops: Vec<String> = (0..1_000_000).map(|i| format!("s{i}")).collect();
     let stops = json!({ "model": "demo", "prompt": "x", "stop": stops }).to_string();
-    let cases: [(Vec<u8>, u16, &str); 7] = [
+    let cases: [(Vec<u8>, u16, &str); 12] = [
         (vec![b'a'; (16 << 20) + 1], 413, "16 MiB"),
         (b"{\"model\":\"demo\",\"prompt\":\"\xff\xfe\"}".to_vec(), 400, "prompt"),
         (b"{\"model\":\"demo\",\"prompt\":\"x\",\"temperature\":NaN}".to_vec(), 400, "temperature"),
         (b"{\"model\":\"demo\",\"prompt\":\"x\",\"n\":1000000}".to_vec(), 400, "`n`"),
         (b"{\"model\":\"demo\",\"prompt\":\"x\",\"n\":-1}".to_vec(), 400, "`n`"),
         (b"{\"model\":\"demo\",\"prompt\":\"x\",\"max_tokens\":-5}".to_vec(), 400, "max_tokens"),
+        (b"{\"model\":\"demo\",\"prompt\":\"x\",\"top_p\":7}".to_vec(), 400, "top_p"),
+        (b"{\"model\":\"demo\",\"prompt\":\"x\",\"temperature\":1e999}".to_vec(), 400, "temperature"),
+        (b"{\"model\":\"demo\",\"prompt\":\"x\",\"logprobs\":-1}".to_vec(), 400, "logprobs"),
+        (b"{\"model\":\"demo\",\"prompt\":\"x\",\"max_tokens\":1e30}".to_vec(), 400, "max_tokens"),
+        (b"{\"model\":\"demo\",\"prompt\":\"x\",\"seed\":\"lucky\"}".to_vec(), 400, "seed"),
         (stops.into_bytes(), 400, "stop"),
     ];
     for (body, status, words) in cases {
@@ -69,6 +74,28 @@ async fn large_headers_and_connections_closed_half_way_harm_nobody() {
     assert!(!raw(&up, b"GET /v1/mod").starts_with("HTTP/1.1 2"));
     assert!(!raw(&up, &[0xff; 64]).starts_with("HTTP/1.1 2"));
     goes_on(up).await;
+}
+
+/// As `nc -N` and other simple clients do.
+#[tokio::test]
+async fn a_client_that_closes_its_half_after_its_request_is_answered() {
+    let up = Up::start(&[]);
+    up.apply(&[model("demo", &demo_model(), json!({}))]);
+    for stream in [false, true] {
+        let ask = json!({
+            "model": "demo", "prompt": "ROMEO:", "max_tokens": 16, "temperature": 0, "stream": stream,
+        });
+        let ask = ask.to_string();
+        // The first of them finds the model asleep.
+        let head =
+            format!("POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n", ask.len());
+        let answer = raw(&up, format!("{head}{ask}").as_bytes());
+        assert!(answer.contains("HTTP/1.1 200"), "{answer}");
+        let text = serde_json::to_string(&up.complete("demo", json!({})).await).unwrap();
+        let said = if stream { "data: [DONE]" } else { &text };
+        assert!(answer.contains(said), "{answer}");
+    }
+    up.stop();
 }
 
 /// Many who begin and never end: headers, and bodies, that come a byte at a time or not at all.
@@ -113,11 +140,16 @@ async fn an_unreadable_ledger_is_a_normal_start() {
     up.apply(&[model("demo", &demo_model(), json!({}))]);
     let first = up.complete("demo", json!({})).await;
     up.stop();
-    for file in ["db", "conf"] {
+    // The library takes a log that says nothing for an empty one.
+    for (file, told) in [("db", false), ("conf", true)] {
         spoil(&dir.path().join("nodes/local/ledger").join(file));
         let up = Up::start_in(dir.path(), &[]);
         assert_eq!(up.complete("demo", json!({})).await, first, "with a spoilt {file}");
-        assert!(!up.log().contains("panicked"), "{}", up.log());
+        let log = up.log();
+        assert!(!log.contains("panicked"), "{log}");
+        assert_eq!(log.contains("the ledger cannot be read: it is moved aside"), told, "{file}: {log}");
+        let aside = dir.path().join("nodes/local/ledger.unreadable");
+        assert_eq!(aside.join(file).exists(), told, "kept for who wants to look");
         up.stop();
     }
 }

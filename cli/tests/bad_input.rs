@@ -8,7 +8,8 @@ use serde_json::{Value, json};
 use world::{Up, demo_model, model, run};
 
 /// Runs a command that must fail with this code and say these words, in at most three lines, without a backtrace.
-fn fails(args: &[&str], code: i32, words: &[&str]) {
+/// Returns what it said.
+fn fails(args: &[&str], code: i32, words: &[&str]) -> String {
     let output = run(args);
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(code), "{args:?} said: {said}");
@@ -17,6 +18,7 @@ fn fails(args: &[&str], code: i32, words: &[&str]) {
     }
     assert!(!said.contains("panicked"), "{said}");
     assert!(code == 2 || said.lines().count() <= 3, "{args:?} says too much: {said}");
+    said
 }
 
 #[test]
@@ -39,7 +41,10 @@ fn a_server_that_is_not_there_is_named() {
         vec!["explain", "model", "x"],
         vec!["chat", "x", "-m", "hi"],
     ] {
-        fails(&[args, vec!["--server", &url]].concat(), 1, &[&url, "pilotlight up"]);
+        let said = fails(&[args, vec!["--server", &url]].concat(), 1, &["pilotlight up"]);
+        let cause = format!("error: no answer from {url}: Connection refused (os error 111)");
+        assert_eq!(said.lines().next(), Some(cause.as_str()), "one cause: {said}");
+        assert_eq!(said.lines().count(), 2, "and one cure: {said}");
     }
     fails(&["get", "models", "--server", "ftp://x"], 2, &["ftp://x"]);
 }
@@ -50,7 +55,10 @@ fn a_port_or_a_data_directory_in_use_is_named() {
     let up = Up::start_in(dir.path(), &[]);
     let port = up.url.strip_prefix("http://").unwrap();
     let other = tempfile::tempdir().unwrap();
-    fails(&["up", "--listen", port, "--data-dir", other.path().to_str().unwrap()], 1, &[port, "--listen"]);
+    let said = fails(&["up", "--listen", port, "--data-dir", other.path().to_str().unwrap()], 1, &[]);
+    let cause =
+        format!("error: cannot listen on {port}: another program uses it: stop that one, or choose another");
+    assert_eq!(said, cause + " port with --listen\n");
     fails(
         &["up", "--listen", "127.0.0.1:0", "--data-dir", dir.path().to_str().unwrap()],
         1,

@@ -15,6 +15,7 @@ use http::{Method, Request, header};
 use http_body_util::BodyExt as _;
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use pilotlight_kit::Backoff;
+use pilotlight_kit::http::no_answer;
 use serde_json::{Value, json};
 
 use crate::kind::encode;
@@ -215,10 +216,7 @@ impl RemoteStore {
                 from_status(what, &status)
             }
             kube::Error::Auth(error) => StoreError::Forbidden { message: chain(error) },
-            error => StoreError::Unavailable {
-                message: format!("no answer from {}: {}", self.server, chain(error)),
-                retry_after: None,
-            },
+            error => StoreError::Unavailable { message: no_answer(&self.server, error), retry_after: None },
         }
     }
 

@@ -4,29 +4,10 @@
 //! and nothing else. Such an answer is one write of a head that says that no body follows; it leaves here with a body.
 //! What does not look like that goes through as it is.
 
-use std::io;
-use std::pin::Pin;
-use std::task::{Context, Poll, ready};
-
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-
 const NO_BODY: &str = "content-length: 0\r\n";
 
-/// See the module.
-pub(super) struct Refusing<S> {
-    stream: S,
-    /// What was said instead, as far as it was not written yet.
-    instead: Vec<u8>,
-}
-
-impl<S> Refusing<S> {
-    pub(super) fn new(stream: S) -> Self {
-        Refusing { stream, instead: Vec::new() }
-    }
-}
-
 /// The answer with a body, if it is one of the library's own.
-fn explained(answer: &[u8]) -> Option<Vec<u8>> {
+pub(super) fn explained(answer: &[u8]) -> Option<Vec<u8>> {
     let head = std::str::from_utf8(answer.strip_suffix(b"\r\n\r\n")?).ok()?;
     let status = head.strip_prefix("HTTP/1.1 ")?.get(..3)?;
     let (code, message) = match status {
@@ -45,72 +26,6 @@ fn explained(answer: &[u8]) -> Option<Vec<u8>> {
     let error = error.to_string();
     let said = format!("content-type: application/json\r\ncontent-length: {}\r\n", error.len());
     Some(format!("{}\r\n{error}", head.replacen(NO_BODY, &said, 1)).into_bytes())
-}
-
-impl<S: AsyncWrite + Unpin> Refusing<S> {
-    /// Writes what is said instead.
-    fn poll_instead(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        while !self.instead.is_empty() {
-            let written = ready!(Pin::new(&mut self.stream).poll_write(cx, &self.instead))?;
-            if written == 0 {
-                return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
-            }
-            self.instead.drain(..written);
-        }
-        Poll::Ready(Ok(()))
-    }
-}
-
-impl<S: AsyncRead + Unpin> AsyncRead for Refusing<S> {
-    fn poll_read(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buffer: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_read(cx, buffer)
-    }
-}
-
-impl<S: AsyncWrite + Unpin> AsyncWrite for Refusing<S> {
-    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        ready!(self.poll_instead(cx))?;
-        match explained(bytes) {
-            Some(instead) => {
-                self.instead = instead;
-                Poll::Ready(Ok(bytes.len()))
-            }
-            None => Pin::new(&mut self.stream).poll_write(cx, bytes),
-        }
-    }
-
-    fn poll_write_vectored(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        bytes: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        let mut full = bytes.iter().filter(|slice| !slice.is_empty());
-        match (full.next(), full.next()) {
-            (Some(only), None) => self.poll_write(cx, only),
-            _ => {
-                ready!(self.poll_instead(cx))?;
-                Pin::new(&mut self.stream).poll_write_vectored(cx, bytes)
-            }
-        }
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        self.stream.is_write_vectored()
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        ready!(self.poll_instead(cx))?;
-        Pin::new(&mut self.stream).poll_flush(cx)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        ready!(self.poll_instead(cx))?;
-        Pin::new(&mut self.stream).poll_shutdown(cx)
-    }
 }
 
 #[cfg(test)]
