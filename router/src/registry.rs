@@ -8,6 +8,8 @@
 //!
 //! It deliberately does **not** wait, count sessions, or speak to anybody.
 
+mod classes;
+
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,6 +23,7 @@ use pilotlight_domain::ModelName;
 use pilotlight_domain::names::Names;
 use pilotlight_store::{Reflected, Stored};
 
+use self::classes::Classes;
 use crate::openai::Task;
 use crate::openai::models::ModelObject;
 
@@ -112,6 +115,12 @@ pub(crate) struct ReplicaView {
     /// From the wake's arrival at the operator to the order.
     pub(crate) decide: Duration,
     failed: Option<(u64, String)>,
+    /// The devices that serve it now.
+    serving_on: Vec<String>,
+    /// What the order names.
+    ordered: Device,
+    /// The numerics classes that its sessions may be computed in, as far as they are known.
+    classes: BTreeSet<String>,
 }
 
 /// What a queue must know of its model.
@@ -144,6 +153,7 @@ pub(crate) struct Registry {
     plain: Names,
     replicas: HashMap<ReplicaKey, Arc<ReplicaView>>,
     by_model: HashMap<ModelName, BTreeSet<ReplicaKey>>,
+    classes: Classes,
     nodes: BTreeSet<String>,
     nodes_lost: HashSet<String>,
     /// They take no new sessions.
@@ -191,6 +201,11 @@ impl Registry {
     /// Whether such a node has been heard of.
     pub(crate) fn knows_node(&self, node: &str) -> bool {
         self.nodes.contains(node)
+    }
+
+    /// The numerics class of a node's device, if it is known.
+    pub(crate) fn class_of(&self, node: &str, device: &str) -> Option<&str> {
+        self.classes.of_device(node, device)
     }
 
     /// The nodes that are there and stay.
@@ -284,14 +299,16 @@ impl Registry {
                 changes.models = self.by_model.keys().cloned().collect();
                 let before = std::mem::take(&mut self.replicas);
                 self.by_model.clear();
-                for view in all.iter().filter_map(replica_view) {
+                for mut view in all.iter().filter_map(replica_view) {
+                    view.classify(&self.classes);
                     changes.models.insert(view.model.clone());
                     note_failure(before.get(&view.key), &view, &mut changes);
                     self.put_replica(view);
                 }
             }
             Reflected::Applied(replica) => {
-                let Some(view) = replica_view(&replica) else { return changes };
+                let Some(mut view) = replica_view(&replica) else { return changes };
+                view.classify(&self.classes);
                 let before = self.replicas.get(&view.key);
                 if before.is_some_and(|b| **b == view) {
                     return changes;
@@ -319,8 +336,12 @@ impl Registry {
     pub(crate) fn on_node(&mut self, told: &Reflected<ModelNode>) -> Changes {
         let before = self.nodes_lost.clone();
         let drained_before = self.nodes_draining.clone();
+        let mut classified = Vec::new();
         let mut note = |node: &ModelNode, there: bool| {
             let name = node.object_ref().name;
+            if self.classes.told(&name, there.then_some(node)) {
+                classified.push(name.clone());
+            }
             if there && is_lost(node) {
                 self.nodes_lost.insert(name.clone());
             } else {
@@ -345,6 +366,10 @@ impl Registry {
         }
         let mut changed: HashSet<&String> = before.symmetric_difference(&self.nodes_lost).collect();
         changed.extend(drained_before.symmetric_difference(&self.nodes_draining));
+        changed.extend(&classified);
+        for view in self.replicas.values_mut().filter(|view| classified.contains(&view.node)) {
+            Arc::make_mut(view).classify(&self.classes);
+        }
         let models = self.replicas.values().filter(|r| changed.contains(&r.node)).map(|r| r.model.clone());
         let nodes_lost = self.nodes_lost.difference(&before).cloned().collect();
         Changes { models: models.collect(), failures: Vec::new(), nodes_lost }
@@ -382,6 +407,17 @@ impl ModelView {
     }
 }
 
+impl ReplicaView {
+    fn classify(&mut self, classes: &Classes) {
+        self.classes = classes.of_replica(&self.node, &self.serving_on, self.ordered);
+    }
+
+    /// Whether a session that is computed in this class may go on here in the same one.
+    pub(crate) fn has_class(&self, class: &str) -> bool {
+        self.classes.contains(class)
+    }
+}
+
 #[cfg(test)]
 impl ReplicaView {
     /// One that accepts sessions.
@@ -397,7 +433,15 @@ impl ReplicaView {
             slots,
             decide: Duration::ZERO,
             failed: None,
+            serving_on: vec!["cpu".into()],
+            ordered: Device::Cpu,
+            classes: BTreeSet::new(),
         }
+    }
+
+    /// The same in a numerics class.
+    pub(crate) fn in_class(self, class: &str) -> Self {
+        ReplicaView { classes: BTreeSet::from([class.into()]), ..self }
     }
 }
 
@@ -536,6 +580,9 @@ fn replica_view(replica: &ModelReplica) -> Option<ReplicaView> {
         decide: Duration::try_from_secs_f64(spec.decide_seconds).unwrap_or_default(),
         failed: failed.then(|| (status.order_generation, format!("{reason}{}", status.message))),
         endpoint: status.endpoint,
+        serving_on: status.serving_on,
+        ordered: spec.device,
+        classes: BTreeSet::new(),
     })
 }
 

@@ -64,6 +64,8 @@ pub(crate) struct Entry {
     pub(crate) turn: Option<Turn>,
     /// The replicas of such tries.
     pub(crate) avoid: Vec<ReplicaKey>,
+    /// The numerics class in which it began, if it has.
+    pub(crate) class: Option<String>,
     /// What went wrong then; told if its budget ends.
     pub(crate) note: Option<String>,
 }

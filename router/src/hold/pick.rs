@@ -36,12 +36,20 @@ pub(super) struct Field<'a> {
     pub(super) loads: &'a HashMap<ReplicaKey, Load>,
 }
 
+/// What a session wants of it.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Wish<'a> {
+    pub(super) affinity: Option<u64>,
+    pub(super) avoid: &'a [ReplicaKey],
+    pub(super) class: Option<&'a str>,
+}
+
 /// A replica with a place, or none. Ready ones come first: where there is one, nobody waits for a load, though it
-/// may be full at the moment. Those of `avoid` are taken only where there is no other.
+/// may be full at the moment. Those to avoid are taken only where there is no other, and of the rest those of another
+/// numerics class: nobody waits for either.
 pub(super) fn pick<'a>(
     field: &Field<'a>,
-    affinity: Option<u64>,
-    avoid: &[ReplicaKey],
+    wish: Wish<'_>,
     now: Instant,
     dice: &mut dyn FnMut(usize) -> usize,
 ) -> Option<&'a Arc<ReplicaView>> {
@@ -52,13 +60,14 @@ pub(super) fn pick<'a>(
     let any_ready = up.iter().any(|&at| replicas[at].ready);
     let has_place = |at: usize| replicas[at].ready == any_ready && sessions(at) < limit(&replicas[at]);
     let mut open: Vec<usize> = up.into_iter().filter(|&at| has_place(at)).collect();
-    if open.iter().any(|&at| !avoid.contains(&replicas[at].key)) {
-        open.retain(|&at| !avoid.contains(&replicas[at].key));
+    prefer(&mut open, |at| !wish.avoid.contains(&replicas[at].key));
+    if let Some(class) = wish.class {
+        prefer(&mut open, |at| replicas[at].has_class(class));
     }
     if open.len() < 2 {
         return open.first().map(|&at| &replicas[at]);
     }
-    if let Some(key) = affinity {
+    if let Some(key) = wish.affinity {
         let within = shares(&open, balance.mean_load_percent, |at| (sessions(at), limit(&replicas[at])));
         if let Some(at) = ring.find(key, |at| within.contains(&at)) {
             return Some(&replicas[at]);
@@ -77,6 +86,13 @@ pub(super) fn pick<'a>(
         u128::from(load(at).map_or(0, Load::weight)) * u128::from(limit(&replicas[other]))
     };
     Some(&replicas[if burden(two, one) < burden(one, two) { two } else { one }])
+}
+
+/// Leaves the better ones, if there are any.
+fn prefer(open: &mut Vec<usize>, is_better: impl Fn(usize) -> bool) {
+    if open.iter().any(|&at| is_better(at)) {
+        open.retain(|&at| is_better(at));
+    }
 }
 
 /// Those of `open` that may take one more session: with it they have at most `percent` of the mean load, weighted by
@@ -143,6 +159,10 @@ mod tests {
         }
 
         fn pick(&mut self, balance: Balance, affinity: Option<u64>, avoid: &[ReplicaKey]) -> Option<String> {
+            self.pick_for(balance, Wish { affinity, avoid, class: None })
+        }
+
+        fn pick_for(&mut self, balance: Balance, wish: Wish<'_>) -> Option<String> {
             let ring = Ring::new(&self.replicas, balance.points_each);
             let field = Field {
                 replicas: &self.replicas,
@@ -151,7 +171,7 @@ mod tests {
                 turn: &self.turn,
                 loads: &self.loads,
             };
-            let picked = pick(&field, affinity, avoid, Instant::now(), &mut |n| n - 1)?.key.clone();
+            let picked = pick(&field, wish, Instant::now(), &mut |n| n - 1)?.key.clone();
             self.loads.entry(picked.clone()).or_default().sessions += 1;
             Some(picked.0)
         }
@@ -185,6 +205,27 @@ mod tests {
         assert!((0..4).all(|_| w.pick(BALANCE, None, &avoid).as_deref() == Some("r1")));
         let all = [ReplicaKey("r0".into()), ReplicaKey("r1".into()), ReplicaKey("r2".into())];
         assert!(w.pick(BALANCE, None, &all).is_some());
+    }
+
+    #[test]
+    fn the_same_class_is_preferred_and_not_waited_for() {
+        let mut w = World::new(3, 1);
+        for (at, class) in [(1, "a"), (2, "b")] {
+            w.replicas[at] = Arc::new(ReplicaView::fixture(&format!("r{at}"), true, 1).in_class(class));
+        }
+        let r1 = [ReplicaKey("r1".into())];
+        let of_a = Wish { class: Some("a"), ..Wish::default() };
+        // Where it was lost comes last, whatever its class is.
+        assert_ne!(w.pick_for(BALANCE, Wish { avoid: &r1, ..of_a }).as_deref(), Some("r1"));
+        w.loads.clear();
+        assert_eq!(w.pick_for(BALANCE, of_a).as_deref(), Some("r1"));
+        let others = [w.pick_for(BALANCE, of_a), w.pick_for(BALANCE, of_a)];
+        assert!(others.iter().all(|other| other.as_ref().is_some_and(|other| other != "r1")), "{others:?}");
+        assert_eq!(w.pick_for(BALANCE, of_a), None);
+        // One that is loading does not wait for its class either.
+        let mut w = World::new(2, 9);
+        w.replicas[0] = Arc::new(ReplicaView::fixture("r0", false, 9).in_class("a"));
+        assert_eq!(w.pick_for(BALANCE, of_a).as_deref(), Some("r1"));
     }
 
     #[test]

@@ -28,7 +28,7 @@ use tokio::time::Instant;
 use super::line::Line;
 pub(crate) use super::line::{Entry, Rank, Turn};
 use super::load::Load;
-use super::pick::{Field, pick};
+use super::pick::{Field, Wish, pick};
 use crate::registry::{ReplicaKey, ReplicaView, Standing, Verdict};
 
 /// Why somebody gets no place.
@@ -381,7 +381,8 @@ impl<W> Queue<W> {
                 turn: &line.turn,
                 loads: &self.loads,
             };
-            let Some(replica) = pick(&field, entry.affinity, &entry.avoid, now, dice) else { return };
+            let (affinity, avoid, class) = (entry.affinity, &*entry.avoid, entry.class.as_deref());
+            let Some(replica) = pick(&field, Wish { affinity, avoid, class }, now, dice) else { return };
             let replica = replica.clone();
             let Some(waiter) = line.leave(rank, true) else { return };
             self.bytes -= waiter.entry.bytes;
@@ -487,6 +488,7 @@ pub(super) mod fixtures {
             tokens: 0,
             turn: None,
             avoid: Vec::new(),
+            class: None,
             note: None,
         }
     }

@@ -198,3 +198,35 @@ fn a_second_telling_of_the_same_changes_nothing() {
     assert!(registry.on_model(Reflected::Applied(told)).models.is_empty());
     let _typed: (ModelStatus, ModelReplicaStatus) = Default::default();
 }
+
+fn node(devices: serde_json::Value) -> Reflected<ModelNode> {
+    let node = json!({
+        "apiVersion": "pilotlight.dev/v1alpha1", "kind": "ModelNode", "metadata": {"name": "n1"}, "spec": {},
+        "status": {"devices": devices},
+    });
+    Reflected::Applied(serde_json::from_value(node).unwrap())
+}
+
+#[test]
+fn a_replica_is_of_the_classes_of_the_devices_that_serve_it() {
+    let mut registry = Registry::default();
+    registry.on_model(Reflected::Applied(model("m", OLD, json!({}), json!({}))));
+    let of = |registry: &Registry| {
+        let replicas = registry.standing(&name("m")).unwrap().replicas;
+        ["a", "b", ""].map(|class| replicas[0].has_class(class))
+    };
+    registry.on_replica(Reflected::Applied(replica("m", json!({}), json!({}))));
+    assert_eq!(of(&registry), [false; 3]);
+    let devices = json!([{"name": "cpu", "kind": "Cpu", "numerics": "a"}, {"name": "gpu0", "kind": "Gpu", "numerics": "b"}]);
+    // Its line hears of it, once.
+    assert_eq!(registry.on_node(&node(devices.clone())).models, BTreeSet::from([name("m")]));
+    assert_eq!(registry.on_node(&node(devices)), Changes::default());
+    assert_eq!(of(&registry), [true, false, false], "as ordered");
+    let ready = json!({"phase": "Ready", "servingOn": ["gpu0", "cpu"]});
+    registry.on_replica(Reflected::Applied(replica("m", json!({}), ready)));
+    assert_eq!(of(&registry), [true, true, false]);
+    assert_eq!((registry.class_of("n1", "gpu0"), registry.class_of("n1", "sim")), (Some("b"), None));
+    // A worker that is not up has none.
+    registry.on_node(&node(json!([{"name": "cpu", "kind": "Cpu"}])));
+    assert_eq!(of(&registry), [false; 3]);
+}

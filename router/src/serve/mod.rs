@@ -337,6 +337,7 @@ impl Job {
             tokens: tokens_about(input),
             turn: None,
             avoid: Vec::new(),
+            class: None,
             note: None,
         }
     }

@@ -64,6 +64,8 @@ pub(super) struct Session<'c, 'a> {
     give_up: Option<Instant>,
     why_lost: String,
     lost_at: Option<ReplicaKey>,
+    /// Who served it last.
+    served_by: Opening,
 }
 
 /// What `accepted` said.
@@ -87,7 +89,7 @@ impl<'c, 'a> Session<'c, 'a> {
         let accepting_since = place.accepting_since;
         let node = place.replica.node.clone();
         choice.entry.prompt(begin.prompt_ids.len());
-        choice.entry.serves(&node, &begin.device);
+        choice.entry.serves(&node, &begin.device, &begin.numerics);
         let home = Home { opening, node, device: begin.device, numerics: begin.numerics };
         let replay = Replay::new(&begin.spec, begin.prompt_ids, Policy::default(), now);
         Session {
@@ -105,6 +107,7 @@ impl<'c, 'a> Session<'c, 'a> {
             give_up: None,
             why_lost: String::new(),
             lost_at: None,
+            served_by: opening,
         }
     }
 
@@ -320,6 +323,7 @@ impl<'c, 'a> Session<'c, 'a> {
             tokens: (spec.generated.len() + self.replay.prompt_ids().len()) as u64,
             turn: None,
             avoid: self.lost_at.iter().cloned().collect(),
+            class: self.home(self.served_by).map(|home| home.numerics.clone()),
             note: Some(self.why_lost.clone()),
         };
         let future: Pin<Box<dyn Future<Output = Result<Opened, NotOpened>> + Send>> = Box::pin(async move {
@@ -336,8 +340,9 @@ impl<'c, 'a> Session<'c, 'a> {
     fn switched(&mut self, opening: Opening) {
         self.give_up = None;
         self.choice.taken(true);
+        self.served_by = opening;
         let Some(home) = self.homes.iter().find(|home| home.opening == opening) else { return };
-        self.choice.entry.serves(&home.node, &home.device);
+        self.choice.entry.serves(&home.node, &home.device, &home.numerics);
     }
 
     fn moved(&mut self, report: &Report) {
@@ -348,7 +353,15 @@ impl<'c, 'a> Session<'c, 'a> {
             Some(device) => (from.map_or_else(String::new, |home| home.device.clone()), device.clone()),
             None => (node(from), node(to)),
         };
-        let same_class = from.zip(to).is_some_and(|(from, to)| from.numerics == to.numerics);
+        let class = match (&report.device, to) {
+            // Inside a node only the report of its devices tells; a device that is not in it yet is taken for the same.
+            (Some(device), Some(home)) => {
+                let told = self.choice.job.cx.registry().class_of(&home.node, device).map(str::to_owned);
+                told.unwrap_or_else(|| home.numerics.clone())
+            }
+            (_, home) => home.map_or_else(String::new, |home| home.numerics.clone()),
+        };
+        let same_class = from.is_some_and(|from| from.numerics == class);
         let what = Move {
             time: self.choice.entry.time(report.pause),
             kind: report.kind.as_str(),
@@ -359,9 +372,10 @@ impl<'c, 'a> Session<'c, 'a> {
         };
         let node = node(to);
         if let Some(device) = &report.device {
-            self.choice.entry.serves(&node, device);
+            self.choice.entry.serves(&node, device, &class);
             if let Some(home) = self.homes.iter_mut().find(|home| home.opening == report.to) {
                 home.device.clone_from(device);
+                home.numerics = class;
             }
         }
         let span = self.choice.job.span.child("move").since(report.pause);

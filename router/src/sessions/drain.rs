@@ -57,12 +57,14 @@ pub(super) async fn drain(cx: &Context, node: &str) -> Drained {
     }
 }
 
-/// Moves one session to any other node: one that has the model, else one that takes it.
+/// Moves one session to any other node: one that has the model, above all in the session's numerics class, else one that
+/// takes it.
 async fn leave(cx: &Context, record: &Record, node: &str) -> Result<(), String> {
     let standing = cx.registry().standing(&record.model);
     let mut replicas = standing.map(|s| s.replicas).unwrap_or_default();
     replicas.retain(|replica| replica.node != node);
-    replicas.sort_by_key(|replica| !replica.ready);
+    let class = record.class();
+    replicas.sort_by_key(|replica| (!replica.ready, !replica.has_class(&class)));
     if let Some(replica) = replicas.first() {
         return move_to(record, replica).await.map(drop).map_err(|why| why.message);
     }

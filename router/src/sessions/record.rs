@@ -88,6 +88,8 @@ struct Facts {
     state: State,
     node: String,
     device: String,
+    /// The numerics class it is computed in.
+    class: String,
     prompt_tokens: u32,
     moves: Vec<Move>,
     /// Number of the table's change that this one's last change was.
@@ -128,6 +130,11 @@ impl Record {
 
     pub(crate) fn state(&self) -> State {
         self.facts().state
+    }
+
+    /// The numerics class it is computed in; empty before it is.
+    pub(crate) fn class(&self) -> String {
+        self.facts().class.clone()
     }
 
     pub(crate) fn is_at(&self, node: &str) -> bool {
@@ -181,6 +188,7 @@ impl Sessions {
             state: State::Held,
             node: String::new(),
             device: String::new(),
+            class: String::new(),
             prompt_tokens: 0,
             moves: Vec::new(),
             changed: self.changed(),
@@ -277,10 +285,11 @@ impl Entry {
         self.change(|facts| facts.prompt_tokens = u32::try_from(tokens).unwrap_or(u32::MAX));
     }
 
-    pub(crate) fn serves(&self, node: &str, device: &str) {
+    pub(crate) fn serves(&self, node: &str, device: &str, class: &str) {
         self.change(|facts| {
             node.clone_into(&mut facts.node);
             device.clone_into(&mut facts.device);
+            class.clone_into(&mut facts.class);
             facts.state = State::Running;
         });
     }
@@ -327,7 +336,7 @@ mod tests {
     fn an_ended_session_is_told_of_for_ten_minutes() {
         let (clock, sessions, model) = world();
         let (entry, _asked) = sessions.begin("a".parse().unwrap(), "m", &model);
-        entry.serves("n1", "cpu");
+        entry.serves("n1", "cpu", "c");
         entry.token();
         assert_eq!(sessions.at("n1").len(), 1);
         entry.is(State::Done);

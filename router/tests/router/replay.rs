@@ -193,6 +193,13 @@ async fn a_node_that_is_not_heard_of_loses_its_sessions_though_its_connections_s
     assert_eq!(text_of(&stream.rest().await).0, "b");
 }
 
+/// Writes one more node, and waits until the router knows it: what is written first is seen first.
+async fn told(world: &World, last: &str) {
+    world.node(last, json!({})).await;
+    let path = format!("/router/v1/nodes/{last}/drain");
+    within(async { while world.post(&path, &json!({})).await.status == 404 {} }).await;
+}
+
 /// Two nodes, the model on both, and a session on the first.
 async fn two_nodes() -> (World, FakeAgent, FakeAgent, Sse, FakeSession) {
     let (world, a, b) = (World::new().await, FakeAgent::start().await, FakeAgent::start().await);
@@ -201,9 +208,7 @@ async fn two_nodes() -> (World, FakeAgent, FakeAgent, Sse, FakeSession) {
     world.warm("m", &a.url).await;
     let (stream, source) = begun(&world, &a, json!({})).await;
     world.replica("m", "n2", &b.url, json!({"phase": "Ready", "slots": 4})).await;
-    // What is written first is seen first.
-    world.node("n3", json!({})).await;
-    within(async { while world.post("/router/v1/nodes/n3/drain", &json!({})).await.status == 404 {} }).await;
+    told(&world, "n8").await;
     (world, a, b, stream, source)
 }
 
@@ -304,29 +309,53 @@ async fn a_source_that_dies_in_a_migration_is_replaced_by_its_target() {
     assert_eq!(text_of(&stream.rest().await).0, "b");
 }
 
+/// What the two agents do when a session with one token moves from one to the other.
+async fn moves(from: &FakeAgent, to: &FakeAgent, source: &FakeSession) -> FakeSession {
+    let mut target = to.next().await;
+    target.accept(Phases::default()).await;
+    target.say(&SessionEvent::Prepared { next_index: 1, rate: 0.0 }).await;
+    assert_eq!(from.command().await.1, SessionCommand::Freeze);
+    source.say(&SessionEvent::Frozen { next_index: 1 }).await;
+    let SessionCommand::Release { epoch, .. } = released(to).await else { panic!("a release") };
+    target.released(epoch, 1).await;
+    target.token("b").await;
+    target
+}
+
 #[tokio::test]
 async fn a_node_is_drained_of_its_sessions() {
     let (world, a, b, stream, source) = two_nodes().await;
-    let play = async {
-        let mut target = b.next().await;
-        target.accept(Phases::default()).await;
-        target.say(&SessionEvent::Prepared { next_index: 1, rate: 0.0 }).await;
-        assert_eq!(a.command().await.1, SessionCommand::Freeze);
-        source.say(&SessionEvent::Frozen { next_index: 1 }).await;
-        let SessionCommand::Release { epoch, .. } = released(&b).await else { panic!("a release") };
-        target.released(epoch, 1).await;
-        target.token("b").await;
-        target
-    };
     let nothing = json!({});
-    let (answer, target) = tokio::join!(world.post("/router/v1/nodes/n1/drain", &nothing), play);
+    let (answer, target) =
+        tokio::join!(world.post("/router/v1/nodes/n1/drain", &nothing), moves(&a, &b, &source));
     assert_eq!(answer.json(), json!({"moved": 1, "ended": 0}));
     target.done(FinishReason::Stop).await;
     assert_eq!(text_of(&stream.rest().await).0, "b");
-    assert_eq!(
-        world.post("/router/v1/nodes/n1/drain", &nothing).await.json(),
-        json!({"moved": 0, "ended": 0})
-    );
+    assert_eq!(world.post("/router/v1/nodes/n2/drain", &json!({})).await.json()["moved"], 0);
+}
+
+#[tokio::test]
+async fn sessions_stay_in_their_numerics_class_if_they_can() {
+    let (world, a, b, stream, source) = two_nodes().await;
+    let c = FakeAgent::start().await;
+    world.replica("m", "n3", &c.url, json!({"phase": "Ready", "slots": 4, "servingOn": ["cpu"]})).await;
+    for (node, class) in [("n1", "c"), ("n2", "other"), ("n3", "c")] {
+        world.node_of_class(node, class).await;
+    }
+    told(&world, "n9").await;
+    let nothing = json!({});
+    let (answer, mut lost) =
+        tokio::join!(world.post("/router/v1/nodes/n1/drain", &nothing), moves(&a, &c, &source));
+    assert_eq!(answer.json(), json!({"moved": 1, "ended": 0}));
+    // Back where it came from rather than on.
+    lost.token("c").await;
+    lost.fail(FailureCode::WorkerLost, "the worker died", Retry::Elsewhere).await;
+    let again = a.next().await;
+    again.accept(Phases::default()).await;
+    again.done(FinishReason::Stop).await;
+    assert_eq!(text_of(&stream.rest().await).0, "bc");
+    assert_eq!(world.metric("moves_total"), 2.0);
+    assert!(b.is_idle().await);
 }
 
 #[tokio::test]

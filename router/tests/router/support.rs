@@ -168,6 +168,15 @@ impl World {
         self.store.apply(&node).await.unwrap();
     }
 
+    /// A node whose processor computes in this numerics class.
+    pub(crate) async fn node_of_class(&self, name: &str, class: &str) {
+        self.node(name, json!({})).await;
+        let mut node: pilotlight_api::ModelNode = self.store.get("", name).await.unwrap();
+        let devices = json!({"devices": [{"name": "cpu", "kind": "Cpu", "numerics": class}]});
+        node.status = Some(serde_json::from_value(devices).unwrap());
+        self.store.apply_status(&node).await.unwrap();
+    }
+
     /// Says of a node that its agent is not heard of.
     pub(crate) async fn node_lost(&self, name: &str) {
         let mut node: pilotlight_api::ModelNode = self.store.get("", name).await.unwrap();
