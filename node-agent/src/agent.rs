@@ -204,12 +204,12 @@ impl Parts {
         let servers = TaskTracker::new();
         match admin_listener {
             Some(admin) => {
-                servers.spawn(pilotlight_kit::http::serve(listener, sessions, stop.clone(), GRACE));
+                servers.spawn(pilotlight_kit::http::serve_programs(listener, sessions, stop.clone(), GRACE));
                 servers.spawn(pilotlight_kit::http::serve(admin, admin_routes, stop.clone(), GRACE));
             }
             None => {
                 let app = sessions.merge(admin_routes);
-                servers.spawn(pilotlight_kit::http::serve(listener, app, stop.clone(), GRACE));
+                servers.spawn(pilotlight_kit::http::serve_programs(listener, app, stop.clone(), GRACE));
             }
         }
         servers.close();

@@ -19,7 +19,7 @@ use tokio::time::Instant;
 use tokio_util::task::TaskTracker;
 use tower::ServiceExt as _;
 
-use self::crowd::{Crowd, Keeping, Place};
+use self::crowd::{Crowd, HalfClosed, Keeping, Place};
 use self::socket::Socket;
 use crate::{Backoff, Stop};
 
@@ -103,8 +103,24 @@ pub fn no_answer(server: &str, error: &dyn std::error::Error) -> String {
 ///
 /// Dropping it half-way drops every connection.
 pub async fn serve(listener: TcpListener, app: axum::Router, stop: Stop, grace: Duration) {
+    serve_whom(HalfClosed::Reads, listener, app, stop, grace).await;
+}
+
+/// The same for our own programs: one that closes its half of a connection, as when it dies, wants nothing any more.
+/// What it asked for ends at once, also where nothing is being said to it.
+pub async fn serve_programs(listener: TcpListener, app: axum::Router, stop: Stop, grace: Duration) {
+    serve_whom(HalfClosed::Gone, listener, app, stop, grace).await;
+}
+
+async fn serve_whom(
+    half_closed: HalfClosed,
+    listener: TcpListener,
+    app: axum::Router,
+    stop: Stop,
+    grace: Duration,
+) {
     let connections = TaskTracker::new();
-    accept(&listener, &app, &stop, &connections, CONNECTIONS_MAX).await;
+    accept(&listener, &app, &stop, &connections, &Crowd::new(half_closed), CONNECTIONS_MAX).await;
     drop(listener);
     connections.close();
     tokio::select! {
@@ -123,9 +139,9 @@ async fn accept(
     app: &axum::Router,
     stop: &Stop,
     connections: &TaskTracker,
+    crowd: &Arc<Crowd>,
     most: usize,
 ) {
-    let crowd = Arc::new(Crowd::default());
     let mut backoff = Backoff::new(Duration::from_millis(5), Duration::from_secs(1));
     let mut told: Option<Instant> = None;
     loop {

@@ -19,8 +19,9 @@ use super::opening::Seated;
 
 /// After a hand-over that did not come about another one is tried.
 const TRY_AGAIN: Duration = Duration::from_secs(1);
-/// A gap that replays in this is small enough to stop the source: the goal for a pause is two decode steps and 5 ms.
-const GAP_MAX: Duration = Duration::from_millis(5);
+/// A gap that replays in this is small enough to stop the source. The goal for a pause is two decode steps and 5 ms, and
+/// telling both sides takes its part of that.
+const GAP_MAX: Duration = Duration::from_millis(2);
 
 /// See the module.
 pub(super) struct Course {

@@ -15,7 +15,8 @@ pub struct Opening(pub u32);
 pub struct Policy {
     /// The source is frozen once the target is predicted to be behind by no more than this.
     pub gap_max: Duration,
-    /// Rounds of replay before the source is frozen in any case.
+    /// Rounds of replay before the source is frozen in any case; it is frozen earlier when a round did not make the gap
+    /// smaller.
     pub rounds_max: u32,
     /// Where nobody measured the target's rate: the source is frozen once it is no more tokens ahead.
     pub gap_tokens_max: usize,
@@ -38,7 +39,9 @@ impl Default for Policy {
         Policy {
             // A pause that no reader sees; together with one round trip it stays under 100 ms.
             gap_max: Duration::from_millis(10),
-            rounds_max: 3,
+            // Each makes the gap smaller by the source's pace over the target's rate: at a third, eight rounds bring two
+            // thousand tokens down to one.
+            rounds_max: 8,
             gap_tokens_max: 20,
             moves_max: 3,
             // Each replays everything: a session whose workers die more often has met a bug that replay does not cure.

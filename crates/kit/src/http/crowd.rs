@@ -16,8 +16,19 @@ use hyper::body::{Body, Frame, SizeHint};
 use tokio_util::sync::CancellationToken;
 
 /// Everybody who is connected.
-#[derive(Default)]
-pub(super) struct Crowd(Mutex<Waiting>);
+pub(super) struct Crowd {
+    half_closed: HalfClosed,
+    waiting: Mutex<Waiting>,
+}
+
+/// What it means that a client closes its half of a connection after its request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum HalfClosed {
+    /// It may well read its answer.
+    Reads,
+    /// It wants nothing any more.
+    Gone,
+}
 
 /// Those of whom no whole request is being answered, by age.
 #[derive(Default)]
@@ -27,6 +38,10 @@ struct Waiting {
 }
 
 impl Crowd {
+    pub(super) fn new(half_closed: HalfClosed) -> Arc<Self> {
+        Arc::new(Crowd { half_closed, waiting: Mutex::default() })
+    }
+
     /// A new connection; it waits until its first request is there.
     pub(super) fn enter(self: &Arc<Self>) -> Arc<Place> {
         let cut = CancellationToken::new();
@@ -51,7 +66,7 @@ impl Crowd {
 
     // A panic of another thread leaves a map that is whole.
     fn waiting(&self) -> MutexGuard<'_, Waiting> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -104,6 +119,7 @@ impl Place {
     pub(super) fn ended(&self) -> Ended {
         let state = self.state();
         match (state.answering, state.asking) {
+            _ if self.crowd.half_closed == HalfClosed::Gone => Ended::Gone,
             (0, _) => Ended::Gone,
             (_, 0) => Ended::Waits { ask: state.silent == Some(Version::HTTP_11) },
             _ => Ended::Asks,
@@ -207,7 +223,7 @@ mod tests {
 
     #[test]
     fn who_waits_for_longest_gives_way_and_nobody_who_is_answered() {
-        let crowd = Arc::new(Crowd::default());
+        let crowd = Crowd::new(HalfClosed::Reads);
         let [first, second, third] = [crowd.enter(), crowd.enter(), crowd.enter()];
         let (asking, answering) = first.request(Version::HTTP_2);
         drop(asking);
@@ -228,7 +244,7 @@ mod tests {
 
     #[test]
     fn who_says_no_more_is_gone_unless_it_has_asked() {
-        let place = Arc::new(Crowd::default()).enter();
+        let place = Crowd::new(HalfClosed::Reads).enter();
         assert_eq!(place.ended(), Ended::Gone, "it asked nothing");
         let (asking, answering) = place.request(Version::HTTP_11);
         assert_eq!(place.ended(), Ended::Asks);
@@ -245,5 +261,9 @@ mod tests {
             Ended::Waits { ask: false },
             "this version knows no answer before the answer"
         );
+        let program = Crowd::new(HalfClosed::Gone).enter();
+        let (asking, _answering) = program.request(Version::HTTP_11);
+        drop(asking);
+        assert_eq!(program.ended(), Ended::Gone, "our own programs close what they want no more");
     }
 }

@@ -4,7 +4,8 @@
 //! - What the library refuses by itself has our error object ([`explained`]).
 //! - A client that closed its half of the connection after its request gets its answer, if it is there. Only what is
 //!   sent to it tells one that reads from one that is gone: the latter's machine answers with a reset. If its answer has
-//!   not begun, it is sent `100 Continue`, which every client of HTTP/1.1 reads and forgets.
+//!   not begun, it is sent `100 Continue`, which every client of HTTP/1.1 reads and forgets. If it has, and nothing is
+//!   said for a minute, it is taken for gone: nobody can tell.
 //! - It is closed without a reset: the kernel answers bytes that nobody read with one, which takes with it what was said
 //!   last. A client that sent too much would never learn that it did. So what has arrived is read before the close.
 
@@ -25,6 +26,8 @@ use crate::Backoff;
 
 /// A client that sends more than this while it is refused is reset after all.
 const UNREAD_BYTES_MAX: usize = 1 << 20;
+/// Streams of tokens have heartbeats far more often.
+const SILENCE_MAX: Duration = Duration::from_secs(60);
 const ARE_YOU_THERE: &[u8] = b"HTTP/1.1 100 Continue\r\n\r\n";
 
 /// See the module.
@@ -46,12 +49,14 @@ struct HalfClosed {
     /// When to look next whether it is gone.
     look: Pin<Box<Sleep>>,
     backoff: Backoff,
+    /// When something was said to it last.
+    said: Instant,
 }
 
 impl Default for HalfClosed {
     fn default() -> Self {
         let mut backoff = Backoff::new(Duration::from_millis(20), Duration::from_secs(1));
-        HalfClosed { asked: false, look: Box::pin(sleep(backoff.next())), backoff }
+        HalfClosed { asked: false, look: Box::pin(sleep(backoff.next())), backoff, said: Instant::now() }
     }
 }
 
@@ -83,10 +88,18 @@ impl Socket {
         loop {
             ready!(half.look.as_mut().poll(cx));
             // A service takes what has come of a request at once: what it still waits for will not come.
-            if ended == Ended::Asks || !matches!(self.stream.take_error(), Ok(None)) {
+            let silent = ended == (Ended::Waits { ask: false }) && half.said.elapsed() >= SILENCE_MAX;
+            if silent || ended == Ended::Asks || !matches!(self.stream.take_error(), Ok(None)) {
                 return Poll::Ready(());
             }
             half.look.as_mut().reset(Instant::now() + half.backoff.next());
+        }
+    }
+
+    fn begun_to_say(&mut self) {
+        self.flushed = false;
+        if let Some(half) = &mut self.half_closed {
+            half.said = Instant::now();
         }
     }
 
@@ -137,7 +150,7 @@ impl AsyncWrite for Socket {
             self.instead = instead;
             return Poll::Ready(Ok(bytes.len()));
         }
-        self.flushed = false;
+        self.begun_to_say();
         let written = Pin::new(&mut self.stream).poll_write(cx, bytes);
         self.stall.watch(cx, written)
     }
@@ -152,7 +165,7 @@ impl AsyncWrite for Socket {
             return self.poll_write(cx, only);
         }
         ready!(self.poll_instead(cx))?;
-        self.flushed = false;
+        self.begun_to_say();
         let written = Pin::new(&mut self.stream).poll_write_vectored(cx, bytes);
         self.stall.watch(cx, written)
     }

@@ -98,7 +98,10 @@ async fn open_requests_are_finished_after_the_stop() {
 async fn serving(app: axum::Router, most: usize) -> SocketAddr {
     let listener = bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
-    tokio::spawn(async move { accept(&listener, &app, &Stop::new(), &TaskTracker::new(), most).await });
+    let crowd = Crowd::new(HalfClosed::Reads);
+    tokio::spawn(
+        async move { accept(&listener, &app, &Stop::new(), &TaskTracker::new(), &crowd, most).await },
+    );
     address
 }
 
@@ -208,4 +211,33 @@ async fn one_connection_too_many_takes_the_place_of_one_that_waits() {
         client.read_to_string(&mut answer).await.unwrap();
         assert!(answer.ends_with("done"), "{answer}");
     }
+}
+
+#[tokio::test]
+async fn one_of_our_programs_that_closes_a_silent_stream_ends_it() {
+    let (open, mut closed) = tokio::sync::mpsc::channel::<()>(1);
+    let open = Arc::new(std::sync::Mutex::new(Some(open)));
+    let stream = async move || {
+        let open = open.lock().unwrap().take();
+        let pieces = futures::stream::once(async { Ok::<_, io::Error>("first") });
+        // Says one thing, and holds the channel open until it is dropped.
+        let silent = futures::stream::once(async move {
+            std::future::pending::<()>().await;
+            drop(open);
+            Ok("never")
+        });
+        Body::from_stream(pieces.chain(silent))
+    };
+    let listener = bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let app = axum::Router::new().route("/", axum::routing::get(stream));
+    tokio::spawn(serve_programs(listener, app, Stop::new(), Duration::ZERO));
+    let mut program = TcpStream::connect(address).await.unwrap();
+    program.write_all(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n").await.unwrap();
+    let mut heard = Vec::new();
+    while !String::from_utf8_lossy(&heard).contains("first") {
+        assert!(program.read_buf(&mut heard).await.unwrap() > 0);
+    }
+    drop(program);
+    assert_eq!(closed.recv().await, None);
 }
