@@ -79,8 +79,24 @@ async fn undisturbed(folder: &Path) -> (Vec<String>, Value) {
     (said, manifest)
 }
 
-fn with_sim(folder: &Path, sim: &str) -> Up {
-    Up::start_in(&folder.join("data"), &["--device", "cpu", "--device", sim])
+/// Sessions that a first start would have to miss, again and again.
+const ATTEMPTS: usize = 8;
+
+/// Starts with a device of this kind again and again, until an attempt has seen what it is for. It is given what is
+/// said on the CPU alone.
+async fn until_seen(sim: &str, attempt: impl AsyncFn(&Up, &[String]) -> bool) {
+    let folder = tempfile::tempdir().unwrap();
+    let (expect, manifest) = undisturbed(folder.path()).await;
+    for _ in 0..ATTEMPTS {
+        let up = Up::start_in(&folder.path().join("data"), &["--device", "cpu", "--device", sim]);
+        up.apply(std::slice::from_ref(&manifest));
+        let seen = attempt(&up, &expect).await;
+        up.stop();
+        if seen {
+            return;
+        }
+    }
+    panic!("it was not seen in {ATTEMPTS} attempts");
 }
 
 fn moves(session: &Value) -> Vec<(&str, &str, &str)> {
@@ -92,18 +108,11 @@ fn moves(session: &Value) -> Vec<(&str, &str, &str)> {
         .collect()
 }
 
-/// Sessions that a first start would have to miss, again and again.
-const ATTEMPTS: usize = 8;
-
 #[tokio::test]
 async fn sessions_that_began_on_the_cpu_end_on_the_other_device_word_for_word() {
-    let folder = tempfile::tempdir().unwrap();
-    let (expect, manifest) = undisturbed(folder.path()).await;
-    for _ in 0..ATTEMPTS {
-        let up = with_sim(folder.path(), "sim:start=2s,copy=1GiB/s,memory=1GiB");
-        up.apply(std::slice::from_ref(&manifest));
-        assert_eq!(answers(&up).await, expect, "{}", up.log());
-        let all = sessions(&up).await;
+    until_seen("sim:start=2s,copy=1GiB/s,memory=1GiB", async |up, expect| {
+        assert_eq!(answers(up).await, expect, "{}", up.log());
+        let all = sessions(up).await;
         assert_eq!(all.len(), expect.len());
         let moved: Vec<&Value> = all.iter().filter(|session| !moves(session).is_empty()).collect();
         for session in &moved {
@@ -112,39 +121,28 @@ async fn sessions_that_began_on_the_cpu_end_on_the_other_device_word_for_word() 
         }
         let told = up.metric(&up.agent_url(), "pilotlight_agent_handovers_total").await;
         assert!(told >= moved.len() as f64, "{told}, and {} were seen\n{}", moved.len(), up.log());
-        let seen = !moved.is_empty();
-        up.stop();
-        if seen {
-            return;
-        }
-    }
-    panic!("no session was handed over in {ATTEMPTS} attempts");
+        !moved.is_empty()
+    })
+    .await;
 }
 
 #[tokio::test]
 async fn a_device_whose_worker_is_killed_costs_no_word() {
-    let folder = tempfile::tempdir().unwrap();
-    let (expect, manifest) = undisturbed(folder.path()).await;
-    for _ in 0..ATTEMPTS {
-        let up = with_sim(folder.path(), "sim:start=1s,copy=1GiB/s,memory=1GiB");
-        up.apply(std::slice::from_ref(&manifest));
+    until_seen("sim:start=1s,copy=1GiB/s,memory=1GiB", async |up, expect| {
         let kill = async {
             let there = |all: &[Value]| {
                 all.iter().any(|session| session["device"] == "sim" && session["state"] != "done")
             };
-            if !until(&up, "a session on the device", there).await {
+            if !until(up, "a session on the device", there).await {
                 return 0;
             }
             // The agent's own arguments name the device too.
             let workers = up.children("worker --device sim");
             workers.into_iter().map(|pid| signal(pid, "KILL")).count()
         };
-        let (said, killed) = tokio::join!(answers(&up), kill);
+        let (said, killed) = tokio::join!(answers(up), kill);
         assert_eq!(said, expect, "{}", up.log());
-        up.stop();
-        if killed == 1 {
-            return;
-        }
-    }
-    panic!("no session was seen on the device in {ATTEMPTS} attempts");
+        killed == 1
+    })
+    .await;
 }

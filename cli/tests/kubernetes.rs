@@ -4,7 +4,7 @@
 
 mod cluster;
 
-use cluster::{Fleet, NAMESPACE, demo, long_demo, model, serving_node};
+use cluster::{Fleet, NAMESPACE, demo, long_model, model, serving_node};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_model_wakes_answers_and_sleeps_again() {
@@ -78,7 +78,7 @@ async fn a_stream_survives_its_node() {
     let operator = fleet.operator("operator-a");
     let router = fleet.router(&operator);
     let agents = [fleet.agent("node-1"), fleet.agent("node-2")];
-    fleet.env.admin().apply(&model("long", "default", &long_demo(&fleet.env)));
+    fleet.env.admin().apply(&model("long", "default", &long_model(&fleet.env.folder())));
     fleet.until("Idle", &["mdl", "long"], |model| model["status"]["phase"] == "Idle");
     let undisturbed = fleet.stream(&router, "long", || {}).await;
 

@@ -135,6 +135,7 @@ impl Router {
             _ = background => {}
             () = end => {}
         }
+        cx.sessions.close();
         // The operator should not wait five seconds to learn that nothing is open here.
         let _best_effort =
             tokio::time::timeout(LAST_REPORT_MAX, cx.demand.last_report(&cx.agents, &self.operator)).await;

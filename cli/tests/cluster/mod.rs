@@ -10,6 +10,9 @@
     reason = "test support: each test file uses a part of it, and a failed test is what unwrap is for"
 )]
 
+#[path = "../models/mod.rs"]
+mod models;
+
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -23,6 +26,9 @@ use pilotlight_e2e::guard::Program;
 use pilotlight_e2e::kubelet::{FakeKubelet, FakeNode};
 use pilotlight_e2e::{Client as Somebody, Level, TestEnv, wait};
 use serde_json::{Value, json};
+
+use self::models::demo_model;
+pub use self::models::long_model;
 
 /// Nothing here takes so long, also on a busy machine with two cores.
 pub const PATIENCE: Duration = Duration::from_secs(90);
@@ -230,24 +236,7 @@ fn root() -> PathBuf {
 
 /// A Model of the demo's checkpoint that sleeps after a second.
 pub fn demo(name: &str, namespace: &str) -> String {
-    model(name, namespace, &root().join("models/demo").canonicalize().unwrap())
-}
-
-/// The demo's checkpoint with room for long answers: positions are computed, so that its weights do not change.
-pub fn long_demo(env: &TestEnv) -> PathBuf {
-    let made = env.folder().join("long");
-    std::fs::create_dir(&made).unwrap();
-    for file in std::fs::read_dir(root().join("models/demo")).unwrap() {
-        let file = file.unwrap();
-        if file.file_type().unwrap().is_file() {
-            std::fs::copy(file.path(), made.join(file.file_name())).unwrap();
-        }
-    }
-    let config = std::fs::read_to_string(made.join("config.json")).unwrap();
-    let mut config: Value = serde_json::from_str(&config).unwrap();
-    config["max_position_embeddings"] = json!(8192);
-    std::fs::write(made.join("config.json"), config.to_string()).unwrap();
-    made
+    model(name, namespace, &demo_model())
 }
 
 /// A Model of a folder's checkpoint that sleeps after a second.

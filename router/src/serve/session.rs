@@ -205,7 +205,7 @@ impl<'c, 'a> Session<'c, 'a> {
                     self.replay.serving().and_then(|o| self.home(o)).is_some_and(|h| h.node == to.node);
                 if at_home || self.asked.is_some() {
                     let what = if at_home {
-                        "the session runs there already"
+                        "the session runs there already; `pilotlight get nodes` lists the others"
                     } else {
                         "the session is moving already"
                     };

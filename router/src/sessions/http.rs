@@ -82,9 +82,9 @@ async fn list(State(cx): State<Arc<Context>>, Query(query): Query<ListQuery>) ->
 fn watch(cx: &Arc<Context>) -> Response<Body> {
     let (lines, stream) = mpsc::channel::<Bytes>(LINES);
     let sessions = cx.sessions.clone();
-    // Ends with its reader.
+    // Ends with its reader, or when all sessions have ended with this process.
     tokio::spawn(async move {
-        let mut changes = sessions.changes();
+        let (mut changes, over) = (sessions.changes(), sessions.over());
         let mut seen = 0;
         loop {
             let now = *changes.borrow_and_update();
@@ -98,8 +98,10 @@ fn watch(cx: &Arc<Context>) -> Response<Body> {
             }
             seen = now;
             tokio::select! {
+                biased;
                 changed = changes.changed() => if changed.is_err() { return },
                 () = lines.closed() => return,
+                () = over.cancelled() => return,
             }
         }
     });
@@ -128,7 +130,7 @@ async fn migrate(State(cx): State<Arc<Context>>, Path(id): Path<String>, body: B
         refusal(StatusCode::CONFLICT, "not_moved", format!("session {id} was not moved to {node}: {why}"))
     };
     if record.state().is_over() {
-        return conflict("it has ended");
+        return conflict("it has ended; `pilotlight sessions` lists those that run");
     }
     let replica = match placed(&cx, &record.model, &node).await {
         Ok(replica) => replica,

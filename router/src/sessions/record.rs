@@ -9,6 +9,7 @@ use pilotlight_domain::{ModelName, SessionId, Timestamp};
 use pilotlight_kit::clock::{Clock, rfc3339};
 use serde::Serialize;
 use tokio::sync::{mpsc, oneshot, watch};
+use tokio_util::sync::CancellationToken;
 
 use crate::registry::ReplicaView;
 
@@ -165,11 +166,18 @@ pub(crate) struct Sessions {
     table: Mutex<Table>,
     clock: Arc<dyn Clock>,
     changes: watch::Sender<u64>,
+    /// Nothing happens any more.
+    over: CancellationToken,
 }
 
 impl Sessions {
     pub(crate) fn new(clock: Arc<dyn Clock>) -> Self {
-        Sessions { table: Mutex::default(), clock, changes: watch::Sender::new(0) }
+        Sessions {
+            table: Mutex::default(),
+            clock,
+            changes: watch::Sender::new(0),
+            over: CancellationToken::new(),
+        }
     }
 
     fn table(&self) -> MutexGuard<'_, Table> {
@@ -237,6 +245,16 @@ impl Sessions {
     /// Counts the changes of states, places and moves.
     pub(crate) fn changes(&self) -> watch::Receiver<u64> {
         self.changes.subscribe()
+    }
+
+    /// Nothing happens any more: whoever watches has seen everything.
+    pub(crate) fn close(&self) {
+        self.over.cancel();
+    }
+
+    /// Pulled when nothing happens any more.
+    pub(super) fn over(&self) -> CancellationToken {
+        self.over.clone()
     }
 
     fn changed(&self) -> u64 {

@@ -363,11 +363,17 @@ async fn a_hand_over_inside_a_node_is_recorded() {
     let (world, agent) = (World::new().await, FakeAgent::start().await);
     world.warm("m", &agent.url).await;
     let (stream, mut session_) = begun(&world, &agent, json!({})).await;
+    // Of its first token; what comes later is in the trailer, and in the session.
+    assert_eq!(stream.headers["x-pilotlight-served-by"], "cpu");
     session_.say(&SessionEvent::Moved { to: "sim".into(), epoch: 1, next_index: 1 }).await;
     session_.epoch = 1;
     session_.token("b").await;
     session_.done(FinishReason::Stop).await;
-    assert_eq!(text_of(&stream.rest().await).0, "b");
+    let (rest, trailers) = stream.end().await;
+    assert_eq!(
+        (text_of(&rest).0.as_str(), &trailers["x-pilotlight-migrations"]),
+        ("b", &"1".parse().unwrap())
+    );
     let told = session(&world, session_.spec.id.as_str()).await;
     let moved = &told["moves"][0];
     assert_eq!(
@@ -403,4 +409,8 @@ async fn sessions_are_listed_and_watched_and_unknown_ones_refused() {
     let path = format!("/router/v1/sessions/{}/migrate", one.spec.id);
     assert_eq!(world.post(&path, &json!({"node": "n9"})).await.status, 404);
     assert_eq!(world.post(&path, &json!({})).await.status, 400);
+    // Who watches does not keep a router that is stopped.
+    world.stop.stop();
+    let end = within(http_body_util::BodyExt::frame(&mut watch)).await;
+    assert!(end.is_none(), "{end:?}");
 }

@@ -72,6 +72,7 @@ pub(crate) struct Sse {
     pub(crate) headers: HeaderMap,
     body: Incoming,
     buffer: String,
+    trailers: HeaderMap,
 }
 
 impl Sse {
@@ -84,7 +85,10 @@ impl Sse {
                 return Some(event);
             }
             let frame = within(self.body.frame()).await?.expect("an unbroken body");
-            self.buffer.push_str(std::str::from_utf8(frame.data_ref().unwrap()).unwrap());
+            match frame.into_data() {
+                Ok(data) => self.buffer.push_str(std::str::from_utf8(&data).unwrap()),
+                Err(frame) => self.trailers = frame.into_trailers().unwrap(),
+            }
         }
     }
 
@@ -96,12 +100,17 @@ impl Sse {
     }
 
     /// Everything that is left.
-    pub(crate) async fn rest(mut self) -> Vec<String> {
+    pub(crate) async fn rest(self) -> Vec<String> {
+        self.end().await.0
+    }
+
+    /// The same, and the trailers.
+    pub(crate) async fn end(mut self) -> (Vec<String>, HeaderMap) {
         let mut events = Vec::new();
         while let Some(event) = self.next().await {
             events.push(event);
         }
-        events
+        (events, self.trailers)
     }
 }
 
@@ -272,14 +281,14 @@ impl World {
 
     /// Opens a stream; the head must be a success.
     pub(crate) async fn stream(&self, path: &str, body: &Value) -> Sse {
-        let response = self.open(Method::POST, path, &[], body.to_string()).await;
+        let response = self.open(Method::POST, path, &[("te", "trailers")], body.to_string()).await;
         let (parts, body) = response.into_parts();
         if parts.status != StatusCode::OK {
             let body = body.collect().await.unwrap().to_bytes();
             panic!("{} {body:?}", parts.status);
         }
         assert_eq!(parts.headers["content-type"], "text/event-stream; charset=utf-8");
-        Sse { headers: parts.headers, body, buffer: String::new() }
+        Sse { headers: parts.headers, body, buffer: String::new(), trailers: HeaderMap::new() }
     }
 
     /// The sum of a metric over all its labels.

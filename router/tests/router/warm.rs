@@ -43,7 +43,8 @@ async fn a_chat_streamed_with_usage() {
     agent.answer_all(&["Hel", "", "lo"]);
     let more = json!({"stream": true, "stream_options": {"include_usage": true}});
     let stream = world.stream("/openai/v1/chat/completions", &chat("m", more)).await;
-    let events = stream.rest().await;
+    let (events, trailers) = stream.end().await;
+    assert_eq!(trailers["x-pilotlight-migrations"], "0");
     let (last, events) = events.split_last().unwrap();
     assert_eq!(last, "data: [DONE]");
     let events: Vec<Value> =
