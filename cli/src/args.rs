@@ -193,6 +193,24 @@ pub(crate) struct NodeArgs {
     pub(crate) reader: ReaderKind,
 }
 
+impl NodeArgs {
+    /// An agent's settings that offer this; the rest is as usual.
+    pub(crate) fn settings(self, node: String, data_dir: PathBuf) -> pilotlight_node_agent::Settings {
+        pilotlight_node_agent::Settings {
+            node,
+            data_dir,
+            host_memory: self.host_memory,
+            disk: self.disk,
+            device: self.device,
+            listen: "127.0.0.1:0".into(),
+            admin_listen: None,
+            advertise: None,
+            reader: self.reader,
+            source_root: Vec::new(),
+        }
+    }
+}
+
 #[derive(Args)]
 pub(crate) struct DemoArgs {
     /// Stops after the answer; else the server is left running until Ctrl-C.

@@ -116,6 +116,8 @@ pub(crate) fn unreachable_hint(error: &StoreError, url: &str) -> Failure {
         StoreError::Timeout { after, .. } => {
             Failure::new(format!("{NO_ANSWER} {url} within {} s", after.as_secs())).cure(START_IT)
         }
+        StoreError::NotFound { .. } => Failure::from_error(error)
+            .cure("`pilotlight get` lists what there is; --namespace names another one"),
         _ => Failure::from_error(error),
     }
 }
@@ -140,6 +142,9 @@ pub(crate) fn refusal(status: StatusCode, body: &[u8]) -> Failure {
     let json: serde_json::Value = serde_json::from_slice(body).unwrap_or_default();
     let message = json["error"]["message"].as_str().or_else(|| json["message"].as_str());
     match message {
+        Some(message) if status == StatusCode::UNAUTHORIZED => {
+            Failure::new(message).cure("give a key with --api-key or PILOTLIGHT_API_KEY")
+        }
         Some(message) => Failure::new(message),
         None => {
             let text = String::from_utf8_lossy(&body[..body.len().min(300)]);

@@ -125,6 +125,33 @@ async fn a_model_that_the_disk_has_no_room_for_is_told_and_comes_when_there_is_s
     up.stop();
 }
 
+#[tokio::test]
+async fn a_copy_that_no_order_holds_goes_before_the_disk_is_full() {
+    if !may_mount() {
+        return;
+    }
+    let (dir, models) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let up = Up::spawn(on_disk(dir.path(), "size=48m", program()), dir.path(), &[]);
+    let ask = |name| json!({ "model": name, "prompt": "ROMEO:", "max_tokens": 16, "temperature": 0 });
+    // The disk has room for one of them, its budget for both.
+    for name in ["first", "second"] {
+        up.apply(&[model(name, &heavy_model(models.path(), name, 20), json!({}))]);
+        let deadline = std::time::Instant::now() + world::PATIENCE;
+        loop {
+            let (status, answer) = up.post("/v1/completions", &ask(name)).await;
+            if status == 200 {
+                break;
+            }
+            assert!(std::time::Instant::now() < deadline, "{name} never came: {answer:#}\n{}", up.log());
+            tokio::time::sleep(std::time::Duration::from_millis(200)).await;
+        }
+        up.ok(&["delete", "model", name]);
+    }
+    let log = up.log();
+    assert!(log.contains("evicted from disk") && !log.contains("panicked"), "{log}");
+    up.stop();
+}
+
 #[test]
 fn a_start_on_a_full_disk_is_refused_and_changes_nothing() {
     if !may_mount() {

@@ -29,6 +29,18 @@ fn commands_that_make_no_sense_are_usage_errors() {
     fails(&["up", "--host-memory", "lots"], 2, &["lots", "2GiB"]);
     fails(&["up", "--device", "sim:colour=3"], 2, &["colour"]);
     fails(&["up", "--device", "tpu"], 2, &["tpu"]);
+    fails(&["up", "--listen", "127.0.0.1:0", "--log", "inof"], 2, &["inof", "info"]);
+    let dir = tempfile::tempdir().unwrap();
+    let data_dir = dir.path().join("data").to_str().unwrap().to_owned();
+    let up = ["up", "--listen", "127.0.0.1:0", "--data-dir", &data_dir];
+    for (flags, words) in [
+        (["--disk", "0"], "--disk 0B is too small"),
+        (["--host-memory", "1KiB"], "--host-memory 1KiB is too small"),
+        (["--device=cpu", "--device=cpu"], "--device cpu is given twice"),
+    ] {
+        fails(&[&up[..], &flags].concat(), 2, &[words]);
+    }
+    assert!(!dir.path().join("data").exists(), "nothing was begun");
 }
 
 #[test]
@@ -68,6 +80,24 @@ fn a_port_or_a_data_directory_in_use_is_named() {
 }
 
 #[test]
+fn files_that_are_not_there_or_something_else_are_named_with_a_cure() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+    let (file, none, data) = (path("odd.yaml"), path("nowhere"), path("data"));
+    std::fs::write(&file, "x: [").unwrap();
+    let up = ["up", "--listen", "127.0.0.1:0", "--data-dir"];
+    fails(&[&up[..], &[&file]].concat(), 1, &[&file, "it is a file", "--data-dir"]);
+    for keys in [&none, &file] {
+        fails(&[&up[..], &[&data, "--api-keys", keys]].concat(), 1, &[keys, "pilotlight key new"]);
+    }
+    for kubeconfig in [&none, &file] {
+        let said = fails(&["operator", "--kubeconfig", kubeconfig], 1, &["--kubeconfig or KUBECONFIG"]);
+        assert_eq!(said.matches(kubeconfig.as_str()).count(), 1, "{said}");
+    }
+    fails(&[&up[..], &[&data, "-f", &none]].concat(), 1, &[&none, "-f"]);
+}
+
+#[test]
 fn bad_manifests_are_refused_and_nothing_is_applied() {
     let up = Up::start(&[]);
     let apply = |text: &str, words: &[&str]| {
@@ -93,8 +123,8 @@ fn bad_manifests_are_refused_and_nothing_is_applied() {
     apply("", &["bad.yaml"]);
     fails(&["apply", "-f", "/does/not/exist", "--server", &up.url], 1, &["/does/not/exist"]);
     fails(&["get", "models", "nobody", "--server", &up.url], 1, &["nobody"]);
-    fails(&["delete", "model", "nobody", "--server", &up.url], 1, &["nobody"]);
-    fails(&["explain", "model", "nobody", "--server", &up.url], 1, &["nobody"]);
+    fails(&["delete", "model", "nobody", "--server", &up.url], 1, &["nobody", "pilotlight get"]);
+    fails(&["explain", "model", "nobody", "--server", &up.url], 1, &["nobody", "pilotlight get models"]);
     let list: Value = serde_json::from_str(&up.ok(&["get", "models", "-o", "json"])).unwrap();
     assert_eq!(list["items"], json!([]));
     up.stop();

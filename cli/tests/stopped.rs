@@ -5,6 +5,7 @@
 
 mod world;
 
+use std::path::Path;
 use std::time::Duration;
 
 use futures::future::join_all;
@@ -42,6 +43,20 @@ async fn undisturbed(up: &Up, kinds: &[(Value, Said)], streams: Vec<Stream>) -> 
     sessions
 }
 
+async fn stopped_for_long(pid: u32) {
+    signal(pid, "STOP");
+    tokio::time::sleep(LONG).await;
+    signal(pid, "CONT");
+}
+
+/// One node, and what each kind of answer says undisturbed.
+async fn one_node(dir: &Path) -> (Up, Vec<(Value, Said)>) {
+    let up = Up::start(&[]);
+    up.apply(&[model("demo", &long_model(dir), json!({}))]);
+    let kinds = all_kinds(&up).await;
+    (up, kinds)
+}
+
 /// No worker was killed for its agent's silence.
 fn killed_nobody(up: &Up, workers: &[u32]) {
     assert!(workers.iter().all(|pid| alive(*pid)), "{}", up.log());
@@ -59,13 +74,8 @@ async fn an_agent_of_several_that_is_stopped_for_long_loses_nothing_and_comes_ba
     let hit = kinds.len() - 1;
     let node = text(&session(&up, &streams[hit].id)["node"]).to_owned();
     let agent = up.children(&format!("--node {node} "));
-    signal(agent[0], "STOP");
-    let pause = async {
-        tokio::time::sleep(LONG).await;
-        signal(agent[0], "CONT");
-    };
     // Whether they wait for it or recover elsewhere: every word comes, and comes once.
-    tokio::join!(undisturbed(&up, &kinds, streams), pause);
+    tokio::join!(stopped_for_long(agent[0]), undisturbed(&up, &kinds, streams));
     // It is one of them again, its worker too.
     up.until_ready("demo", 2).await;
     let streams = begun(&up, &kinds).await;
@@ -77,18 +87,11 @@ async fn an_agent_of_several_that_is_stopped_for_long_loses_nothing_and_comes_ba
 #[tokio::test]
 async fn the_only_agent_may_be_stopped_for_long_and_its_streams_go_on() {
     let dir = tempfile::tempdir().unwrap();
-    let up = Up::start(&[]);
-    up.apply(&[model("demo", &long_model(dir.path()), json!({}))]);
-    let kinds = all_kinds(&up).await;
+    let (up, kinds) = one_node(dir.path()).await;
     let workers = up.children("worker --device cpu");
     let streams = begun(&up, &kinds).await;
     let agent = up.children("pilotlight agent");
-    signal(agent[0], "STOP");
-    let pause = async {
-        tokio::time::sleep(LONG).await;
-        signal(agent[0], "CONT");
-    };
-    tokio::join!(undisturbed(&up, &kinds, streams), pause);
+    tokio::join!(stopped_for_long(agent[0]), undisturbed(&up, &kinds, streams));
     killed_nobody(&up, &workers);
     up.stop();
 }
@@ -96,9 +99,7 @@ async fn the_only_agent_may_be_stopped_for_long_and_its_streams_go_on() {
 #[tokio::test]
 async fn a_worker_that_hangs_is_killed_and_its_streams_go_on() {
     let dir = tempfile::tempdir().unwrap();
-    let up = Up::start(&[]);
-    up.apply(&[model("demo", &long_model(dir.path()), json!({}))]);
-    let kinds = all_kinds(&up).await;
+    let (up, kinds) = one_node(dir.path()).await;
     let streams = begun(&up, &kinds).await;
     let worker = up.children("worker --device cpu");
     assert_eq!(worker.len(), 1);

@@ -43,6 +43,8 @@ mod tests;
 use plan::Plan;
 use temp::TempFolder;
 
+pub use temp::available;
+
 /// What is chosen about a conversion.
 #[derive(Clone, Debug)]
 pub struct ConvertOptions {

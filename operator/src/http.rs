@@ -143,10 +143,10 @@ async fn explain(State(handle): State<Handle>, Path((namespace, name)): Path<(St
         Ok(model) => model,
         Err(error) => return (StatusCode::BAD_REQUEST, format!("{error}\n")).into_response(),
     };
-    let text = format!("there is no Model {model}\n");
+    let why = format!("there is no Model {model}; `pilotlight get models` lists those that there are");
     match handle.explain(model).await {
         Some(explanation) => Json(explanation).into_response(),
-        None => (StatusCode::NOT_FOUND, text).into_response(),
+        None => (StatusCode::NOT_FOUND, Json(serde_json::json!({ "message": why }))).into_response(),
     }
 }
 

@@ -42,7 +42,7 @@ const LOOK_EVERY: Duration = Duration::from_secs(1);
 #[derive(Debug, thiserror::Error)]
 pub enum KeysError {
     /// It cannot be read.
-    #[error("read the API keys in {path:?}")]
+    #[error("read the API keys in {path:?} (--api-keys; `pilotlight key new NAME` makes its lines)")]
     Read {
         /// Which file.
         path: PathBuf,
@@ -51,7 +51,7 @@ pub enum KeysError {
     },
     /// It is not a list of keys.
     #[error(
-        "the API keys in {path:?} are no list of `name`, `hash`, and perhaps `models`, `namespace` and limits"
+        "the API keys in {path:?} are no list of `name`, `hash`, and perhaps `models`, `namespace` and limits (`pilotlight key new NAME` makes its lines)"
     )]
     Parse {
         /// Which file.
@@ -154,7 +154,7 @@ impl Keys {
         }
         found
             .map(|caller| Who::Known(caller.clone()))
-            .ok_or_else(|| refused("this API key is not known here"))
+            .ok_or_else(|| refused("this API key is not known here; whoever runs this server gives them out"))
     }
 
     /// Reads the file again when it changes; never ends. Dropping it is safe: the keys then stay as they are.

@@ -118,16 +118,10 @@ pub(crate) async fn agent(args: AgentArgs, log: String, stop: Stop) -> Result<()
         None => up::data_dir::default_path()?.join("nodes").join(&args.node),
     };
     let settings = pilotlight_node_agent::Settings {
-        node: args.node,
-        data_dir: data_dir.clone(),
-        host_memory: args.offer.host_memory,
-        disk: args.offer.disk,
-        device: args.offer.device,
         listen: args.listen,
         admin_listen: args.admin_listen,
         advertise: args.advertise,
-        reader: args.offer.reader,
-        source_root: Vec::new(),
+        ..args.offer.settings(args.node, data_dir.clone())
     };
     let mut worker = WorkerProgram::this_program()?;
     // Workers log as their agent does.

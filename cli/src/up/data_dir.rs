@@ -19,7 +19,8 @@ impl DataDir {
     /// Makes the directory if need be, and takes it.
     pub(crate) fn take(path: &Path) -> Result<Self, Failure> {
         let cannot = |what: &str, e: std::io::Error| {
-            Failure::new(format!("cannot {what} {}: {e}", path.display()))
+            let why = if path.is_file() { "it is a file".into() } else { e.to_string() };
+            Failure::new(format!("cannot {what} {}: {why}", path.display()))
                 .cure("name a directory that you may write to with --data-dir")
         };
         fs::create_dir_all(path).map_err(|e| cannot("make the data directory", e))?;

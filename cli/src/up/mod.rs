@@ -26,6 +26,7 @@ use pilotlight_domain::ByteCount;
 use pilotlight_kit::clock::SystemClock;
 use pilotlight_kit::{Readiness, Stop, admin, http};
 use pilotlight_loader::pool::check_limits;
+use pilotlight_node_agent::WorkerProgram;
 use pilotlight_operator::Operator;
 use pilotlight_router::Router;
 use pilotlight_store::{ClusterStore, EmbeddedStore, Filter, Typed as _, TypedChange, face};
@@ -115,7 +116,7 @@ impl Running {
 
 /// Starts everything and returns once it serves: the router knows the models, and every agent has registered.
 pub(crate) async fn start(settings: UpSettings, stop: Stop) -> Result<Running, Failure> {
-    check_memory(&settings)?;
+    check_nodes(&settings)?;
     let data_dir = DataDir::take(&settings.data_dir)?;
     let listener = http::bind(&settings.listen).await?;
     let url = format!("http://{}", loopback_of(listener.local_addr()?));
@@ -166,7 +167,10 @@ pub(crate) async fn start(settings: UpSettings, stop: Stop) -> Result<Running, F
 }
 
 /// Now, and not by agents that end again and again.
-fn check_memory(settings: &UpSettings) -> Result<(), Failure> {
+fn check_nodes(settings: &UpSettings) -> Result<(), Failure> {
+    let agents = settings.node.clone().settings("local".into(), settings.data_dir.clone());
+    let checked = agents.check(WorkerProgram::this_program()?);
+    checked.map_err(|e| Failure::usage(Failure::from_error(&e).cause()))?;
     let one = settings.node.host_memory;
     let all = ByteCount::new(one.get().saturating_mul(u64::from(settings.nodes)));
     check_limits(one, all).map_err(|error| {

@@ -86,12 +86,16 @@ pub async fn bind(address: &str) -> Result<TcpListener, BindError> {
 pub const NO_ANSWER: &str = "no answer from";
 
 /// Nobody answers, and why: the first cause, since what lies between says only who passed it on.
-pub fn no_answer(server: &str, error: &dyn std::error::Error) -> String {
-    let mut first = error;
-    while let Some(cause) = first.source() {
-        first = cause;
+pub fn no_answer(server: &str, error: &(dyn std::error::Error + 'static)) -> String {
+    format!("{NO_ANSWER} {server}: {}", first_cause(error))
+}
+
+/// What an error comes from.
+pub fn first_cause<'a>(mut error: &'a (dyn std::error::Error + 'static)) -> &'a dyn std::error::Error {
+    while let Some(cause) = error.source() {
+        error = cause;
     }
-    format!("{NO_ANSWER} {server}: {first}")
+    error
 }
 
 /// Serves `app` until `stop` is graceful; then finishes what is open, at most for `grace` or until `stop` aborts.

@@ -3,6 +3,7 @@
 use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
 use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::LevelFilter;
 
 /// How a program logs.
 #[derive(Args, Clone, Debug, Serialize, Deserialize)]
@@ -48,7 +49,8 @@ pub enum LogFormat {
 )]
 pub struct BadFilter {
     filter: String,
-    source: tracing_subscriber::filter::ParseError,
+    /// None: a word of it is no level, and would be taken for the name of a module.
+    source: Option<tracing_subscriber::filter::ParseError>,
 }
 
 /// Starts logging. A second call in one process changes nothing.
@@ -56,9 +58,13 @@ pub struct BadFilter {
 /// # Errors
 /// When the filter cannot be read.
 pub fn init(settings: &LogSettings) -> Result<(), BadFilter> {
+    let refused = |source| BadFilter { filter: settings.filter.clone(), source };
+    if !settings.filter.split(',').all(says_something) {
+        return Err(refused(None));
+    }
     // The client library logs refused connections as errors of its own; whoever called it says what they mean.
     let filter = EnvFilter::try_new(format!("kube_client=off,{}", settings.filter))
-        .map_err(|source| BadFilter { filter: settings.filter.clone(), source })?;
+        .map_err(|source| refused(Some(source)))?;
     let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
     let _already_started = match settings.format {
         LogFormat::Text => {
@@ -70,13 +76,23 @@ pub fn init(settings: &LogSettings) -> Result<(), BadFilter> {
     Ok(())
 }
 
+/// Whether a directive is a level, or names a module and its level.
+fn says_something(directive: &str) -> bool {
+    directive.contains(['=', '[']) || directive.trim().parse::<LevelFilter>().is_ok()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn a_bad_filter_names_itself() {
-        let settings = LogSettings { filter: "info,=".into(), ..LogSettings::default() };
-        assert!(init(&settings).is_err_and(|e| e.to_string().contains("info,=")));
+        for filter in ["info,=", "inof", "info,loud", "verbose"] {
+            let settings = LogSettings { filter: filter.into(), ..LogSettings::default() };
+            assert!(init(&settings).is_err_and(|e| e.to_string().contains(filter)), "{filter}");
+        }
+        for directive in ["info", "OFF", " debug", "pilotlight_router=debug", "[span]"] {
+            assert!(says_something(directive), "{directive}");
+        }
     }
 }

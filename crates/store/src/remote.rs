@@ -15,7 +15,7 @@ use http::{Method, Request, header};
 use http_body_util::BodyExt as _;
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use pilotlight_kit::Backoff;
-use pilotlight_kit::http::no_answer;
+use pilotlight_kit::http::{first_cause, no_answer};
 use serde_json::{Value, json};
 
 use crate::kind::encode;
@@ -45,7 +45,7 @@ const RETRY_AFTER_MAX: Duration = Duration::from_secs(5);
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
     /// The kubeconfig, environment or service account does not say where the cluster is.
-    #[error("{what}: {message}; give --server URL or --kubeconfig FILE, or set KUBECONFIG")]
+    #[error("{what}: {message}")]
     Config {
         /// Where it was looked for.
         what: String,
@@ -90,7 +90,8 @@ impl RemoteStore {
             Some(path) => {
                 let wrong = |error: &kube::config::KubeconfigError| ConnectError::Config {
                     what: format!("kubeconfig {}", path.display()),
-                    message: chain(error),
+                    // Of what is no YAML, the first line says what and where.
+                    message: first_cause(error).to_string().lines().next().unwrap_or_default().into(),
                 };
                 let file = Kubeconfig::read_from(path).map_err(|error| wrong(&error))?;
                 let options = KubeConfigOptions::default();

@@ -5,9 +5,11 @@
 //!
 //! It deliberately adds no token of its own accord: a BOS comes from the tokenizer's post-processor or the template.
 
+use std::cell::Cell;
 use std::collections::{HashMap, HashSet};
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::panic::{self, AssertUnwindSafe, catch_unwind};
 use std::path::Path;
+use std::sync::Once;
 
 use pilotlight_domain::session::TokenId;
 use serde_json::Value;
@@ -125,9 +127,29 @@ fn inner(bytes: &[u8]) -> tokenizers::Result<Inner> {
     Ok(inner)
 }
 
-/// What the library says, or that it panicked.
+thread_local! {
+    static GUARDED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// What the library says, or how it panicked. Such a panic is its caller's to tell: it writes no trace of its own.
 fn guarded<T>(work: impl FnOnce() -> T) -> Result<T, String> {
-    catch_unwind(AssertUnwindSafe(work)).map_err(|_| "the tokenizer library fails at it".into())
+    static QUIET: Once = Once::new();
+    QUIET.call_once(|| {
+        let of_others = panic::take_hook();
+        panic::set_hook(Box::new(move |panic| {
+            if !GUARDED.get() {
+                of_others(panic);
+            }
+        }));
+    });
+    GUARDED.set(true);
+    let done = catch_unwind(AssertUnwindSafe(work));
+    GUARDED.set(false);
+    done.map_err(|panic| {
+        let text = panic.downcast_ref::<String>().map(String::as_str);
+        let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no reason given");
+        format!("the tokenizer library fails at it: {text}")
+    })
 }
 
 /// Whether this part of a `tokenizer.json` has a component of that type, nested or not.
@@ -159,6 +181,15 @@ fn byte_level_alphabet() -> HashMap<char, u8> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_panic_of_the_library_is_an_error_with_its_words() {
+        let said = |work: fn() -> ()| guarded(work).unwrap_err();
+        assert_eq!(said(|| panic!("odd {}", 1)), "the tokenizer library fails at it: odd 1");
+        assert_eq!(said(|| panic!("even")), "the tokenizer library fails at it: even");
+        assert_eq!(guarded(|| 7), Ok(7));
+        assert!(!GUARDED.get(), "whoever else panics is heard");
+    }
 
     #[test]
     fn the_byte_alphabet_is_the_published_one() {

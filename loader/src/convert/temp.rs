@@ -114,7 +114,7 @@ fn remove_stale(parent: &Path, name: &str) {
 }
 
 /// Free bytes for us on the disk of this folder.
-pub(super) fn available(folder: &Path) -> Option<ByteCount> {
+pub fn available(folder: &Path) -> Option<ByteCount> {
     let stat = statvfs(folder).ok()?;
     Some(ByteCount::new(stat.f_bavail.saturating_mul(stat.f_frsize)))
 }

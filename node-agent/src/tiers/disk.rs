@@ -22,7 +22,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pilotlight_domain::{Bandwidth, ByteCount, Digest, Timestamp};
 use pilotlight_kit::clock::Clock;
-use pilotlight_loader::Checkpoint;
+use pilotlight_loader::{Checkpoint, convert};
 
 use super::policy::{NoRoom, Policy};
 use crate::board::Board;
@@ -125,11 +125,16 @@ impl DiskTier {
         Some(DiskLease { tier: self.clone(), digest: digest.clone() })
     }
 
-    /// Makes room for `need` bytes by evicting, and promises them. Dropping it half-way may have evicted for nothing.
+    /// Makes room for `need` bytes by evicting, within the budget and on the disk itself, and promises them. Dropping it
+    /// half-way may have evicted for nothing.
     pub(crate) async fn reserve(self: &Arc<Self>, need: ByteCount) -> Result<DiskReservation, NoRoom> {
+        let folder = self.folder.clone();
+        let free = tokio::task::spawn_blocking(move || convert::available(&folder)).await;
+        // What nobody can tell is found out by writing.
+        let free = free.ok().flatten().unwrap_or(ByteCount::new(u64::MAX));
         let evicted = {
             let mut state = self.state();
-            let evicted = state.policy.room_for(need, self.clock.now())?;
+            let evicted = state.policy.room_on(need, free, self.clock.now())?;
             for digest in &evicted {
                 state.policy.remove(digest);
                 state.records.remove(digest);

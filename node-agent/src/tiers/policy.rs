@@ -87,15 +87,32 @@ impl Policy {
 
     /// Which copies have to go so that `need` bytes fit; none, if they fit already. Nothing is changed.
     pub(crate) fn room_for(&self, need: ByteCount, now: Timestamp) -> Result<Vec<Digest>, NoRoom> {
+        self.room_on(need, ByteCount::new(u64::MAX), now)
+    }
+
+    /// The same where the tier's medium has so many bytes free, which may be fewer than the budget says: more copies go if
+    /// that makes room there too. If it would not, the budget alone counts: whoever writes says that the medium is full.
+    pub(crate) fn room_on(
+        &self,
+        need: ByteCount,
+        free: ByteCount,
+        now: Timestamp,
+    ) -> Result<Vec<Digest>, NoRoom> {
         if need > self.capacity {
             return Err(NoRoom::Never { need, capacity: self.capacity });
         }
         // A budget that was made smaller since the copies came may be exceeded already.
-        let wanted = self.used() + need;
-        let missing = wanted.saturating_sub(self.capacity).get();
-        if missing == 0 {
-            return Ok(Vec::new());
-        }
+        let missing = (self.used() + need).saturating_sub(self.capacity);
+        let missing_there = need.saturating_sub(free).max(missing);
+        self.victims(missing_there, now).or_else(|| self.victims(missing, now)).ok_or_else(|| {
+            let free = self.capacity.saturating_sub(self.used());
+            NoRoom::Now { need, available: free + self.evictable() }
+        })
+    }
+
+    /// Which copies have to go so that so many bytes are given back.
+    fn victims(&self, missing: ByteCount, now: Timestamp) -> Option<Vec<Digest>> {
+        let missing = missing.get();
         let mut candidates: Vec<(&Digest, &Entry)> =
             self.entries.iter().filter(|(_, e)| is_evictable(e)).collect();
         // The map's order, by digest, decides between equals.
@@ -110,8 +127,7 @@ impl Policy {
             chosen.push((digest, entry.bytes.get()));
         }
         if gained < missing {
-            let free = self.capacity.saturating_sub(self.used());
-            return Err(NoRoom::Now { need, available: free + self.evictable() });
+            return None;
         }
         // A large copy chosen last may make earlier, smaller ones unnecessary.
         chosen.retain(|&(_, bytes)| {
@@ -121,7 +137,7 @@ impl Policy {
             }
             !needless
         });
-        Ok(chosen.into_iter().map(|(digest, _)| digest.clone()).collect())
+        Some(chosen.into_iter().map(|(digest, _)| digest.clone()).collect())
     }
 
     /// Promises bytes to something that is being filled. The caller made room first.

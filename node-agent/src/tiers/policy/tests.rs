@@ -49,6 +49,23 @@ fn check(capacity: u64, copies: &str, need: u64, expect: &str) {
 }
 
 #[test]
+fn a_medium_that_is_fuller_than_the_budget_knows_costs_further_copies_if_they_help() {
+    let check = |copies: &str, need: u64, free: u64, expect: &[u8]| {
+        let evicted =
+            world(100, copies).room_on(ByteCount::new(need), ByteCount::new(free), at(100)).unwrap();
+        let expect: Vec<Digest> = expect.iter().map(|n| digest(*n)).collect();
+        assert_eq!(evicted, expect, "{copies} need {need}, {free} free");
+    };
+    check("1:20@10 2:20@20", 30, 30, &[]);
+    check("1:20@10 2:20@20", 30, 29, &[1]);
+    check("1:20@10 2:20@20", 30, 0, &[1, 2]);
+    check("1:20@10l 2:20@20", 30, 10, &[2]);
+    // They would not be enough: the budget has room, and nothing goes for nothing.
+    check("1:20@10l 2:20@20", 30, 9, &[]);
+    check("1:20@10 2:60@20l", 30, 0, &[1]);
+}
+
+#[test]
 fn the_least_recently_used_goes_and_nothing_needless() {
     check(100, "", 100, "evict");
     check(100, "", 101, "never: 101B of 100B");
