@@ -45,6 +45,27 @@ pub(crate) fn make(run: &str, node: &str) -> Result<()> {
     Ok(())
 }
 
+/// The processes of a pod, its sandbox among them, as the machine numbers them.
+pub(crate) fn processes(run: &str, node: &str, pod: &str) -> Vec<String> {
+    let mut found = Vec::new();
+    if let Some(hierarchy) = hierarchies().into_iter().find(|hierarchy| hierarchy.join(run).is_dir()) {
+        collect(&hierarchy.join(run).join(node), &format!("pod{pod}"), false, &mut found);
+    }
+    found
+}
+
+fn collect(group: &Path, pod: &str, within: bool, found: &mut Vec<String>) {
+    if within {
+        let text = fs::read_to_string(group.join("cgroup.procs")).unwrap_or_default();
+        found.extend(text.lines().map(str::to_owned));
+    }
+    for entry in fs::read_dir(group).into_iter().flatten().flatten() {
+        if entry.path().is_dir() {
+            collect(&entry.path(), pod, within || entry.file_name() == pod, found);
+        }
+    }
+}
+
 /// A line of shell that removes a run's groups as soon as their processes are gone.
 pub(crate) fn removal(run: &str) -> String {
     let all: Vec<String> =

@@ -7,6 +7,11 @@ use std::process::{Command, Stdio};
 
 use serde_json::Value;
 
+/// What charts are made of.
+const KINDS: &str = "deployments,daemonsets,services,poddisruptionbudgets,networkpolicies,serviceaccounts,roles,\
+    rolebindings,configmaps,secrets,clusterroles,clusterrolebindings,validatingadmissionpolicies,\
+    validatingadmissionpolicybindings,customresourcedefinitions";
+
 /// A user of the cluster.
 #[derive(Clone, Debug)]
 pub struct Client {
@@ -102,6 +107,18 @@ impl Client {
     /// What kubectl said on standard error.
     pub fn try_apply(&self, manifests: &str) -> Result<String, Refused> {
         self.run_with(&["apply", "--server-side", "--force-conflicts", "-f", "-"], manifests)
+    }
+
+    /// Every object that a chart may have made, as `KIND NAMESPACE/NAME`, in order.
+    ///
+    /// # Panics
+    /// When they cannot be listed.
+    pub fn everything(&self) -> Vec<String> {
+        let template = "--output=go-template={{range .items}}{{.kind}} {{.metadata.namespace}}/{{.metadata.name}}\n{{end}}";
+        let mut all: Vec<String> =
+            self.ok(&["get", KINDS, "-A", template]).lines().map(str::to_owned).collect();
+        all.sort();
+        all
     }
 
     /// What `kubectl get … -o json` says; nothing when there is no such object.

@@ -13,6 +13,7 @@ use anyhow::{Context as _, Result, ensure};
 use serde_json::json;
 
 use crate::certificates::Authority;
+use crate::cgroups;
 use crate::inside::Inside;
 use crate::reach::{Reach, write};
 
@@ -71,6 +72,18 @@ impl Node {
             others.iter().try_for_each(|other| self.ctr(&["images", "tag", "--force", name, other]))
         });
         taken.unwrap_or_else(|error| panic!("{}: {error:#}", self.name));
+    }
+
+    /// Kills every process of a pod, by its uid.
+    ///
+    /// # Panics
+    /// When there is none.
+    pub fn kill_pod(&self, uid: &str) {
+        let run = self.folder.parent().and_then(Path::file_name).and_then(|name| name.to_str());
+        let processes = cgroups::processes(run.unwrap_or_default(), &self.name, uid);
+        assert!(!processes.is_empty(), "no pod {uid} on {}", self.name);
+        let killed = Command::new("kill").arg("-KILL").args(&processes).status();
+        assert!(killed.is_ok_and(|status| status.success()), "kill {processes:?}");
     }
 
     fn ctr(&self, args: &[&str]) -> Result<()> {
@@ -223,7 +236,18 @@ state = "{folder}/containerd-state"
 /// What the packer said.
 pub(crate) fn pack(program: &Path, name: &str, args: &[&str], out: &Path) -> Result<PathBuf> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let output = Command::new(cargo)
+    let mut command = Command::new(cargo);
+    // What cargo tells tests of their package would have it build other packages again that ask for the same names.
+    for (name, _) in std::env::vars_os() {
+        let text = name.to_string_lossy();
+        if ["CARGO_PKG_", "CARGO_MANIFEST_", "CARGO_BIN_", "CARGO_CRATE_"]
+            .iter()
+            .any(|of| text.starts_with(of))
+        {
+            command.env_remove(&name);
+        }
+    }
+    let output = command
         .args(["run", "--quiet", "--package", "xtask", "--", "dist", "--name", name, "--binary"])
         .arg(program)
         .arg("--out")

@@ -1,21 +1,8 @@
 //! Install, upgrade, rollback, uninstall.
 
-use pilotlight_e2e::{Client, Level, TestEnv};
+use pilotlight_e2e::{Level, TestEnv};
 
 use crate::{chart, helm};
-
-const KINDS: &str = "deployments,daemonsets,services,poddisruptionbudgets,networkpolicies,serviceaccounts,roles,\
-    rolebindings,configmaps,secrets,clusterroles,clusterrolebindings,validatingadmissionpolicies,\
-    validatingadmissionpolicybindings,customresourcedefinitions";
-
-/// Everything that is there, but for what clusters make by themselves.
-fn everything(admin: &Client) -> Vec<String> {
-    let template =
-        "--output=go-template={{range .items}}{{.kind}} {{.metadata.namespace}}/{{.metadata.name}}\n{{end}}";
-    let mut all: Vec<String> = admin.ok(&["get", KINDS, "-A", template]).lines().map(str::to_owned).collect();
-    all.sort();
-    all
-}
 
 #[test]
 fn what_is_installed_is_upgraded_rolled_back_and_gone_again() {
@@ -24,11 +11,11 @@ fn what_is_installed_is_upgraded_rolled_back_and_gone_again() {
     let flag = format!("--namespace={namespace}");
     let chart = chart();
     let chart = chart.to_str().unwrap();
-    let before = everything(admin);
+    let before = admin.everything();
     // No node is there, so nothing can be waited for.
     let run = |args: &[&str]| helm(Some(&env), &[args, &[flag.as_str()]].concat()).unwrap();
     run(&["install", "pilotlight", chart, "--set=crds.keep=false"]);
-    let installed = everything(admin);
+    let installed = admin.everything();
     for expected in [
         "DaemonSet",
         "Deployment",
@@ -54,13 +41,15 @@ fn what_is_installed_is_upgraded_rolled_back_and_gone_again() {
     run(&["rollback", "pilotlight", "1"]);
     assert_eq!(replicas(), 2);
     run(&["uninstall", "pilotlight", "--wait"]);
-    let left: Vec<String> = everything(admin).into_iter().filter(|object| !before.contains(object)).collect();
+    let left: Vec<String> =
+        admin.everything().into_iter().filter(|object| !before.contains(object)).collect();
     assert!(left.is_empty(), "left behind: {left:?}");
 
     // As it is by default, kinds and Models outlive it, and the next install takes them up again.
     run(&["install", "pilotlight", chart]);
     run(&["uninstall", "pilotlight", "--wait"]);
-    let left: Vec<String> = everything(admin).into_iter().filter(|object| !before.contains(object)).collect();
+    let left: Vec<String> =
+        admin.everything().into_iter().filter(|object| !before.contains(object)).collect();
     assert_eq!(left.len(), 3, "{left:?}");
     assert!(left.iter().all(|object| object.starts_with("CustomResourceDefinition ")), "{left:?}");
     run(&["install", "pilotlight", chart]);
