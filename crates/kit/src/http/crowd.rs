@@ -95,8 +95,10 @@ pub(super) enum Ended {
     Gone,
     /// It is in the middle of its request, as far as the service has read that.
     Asks,
-    /// It has asked, and may well read its answer. If nothing was said yet, it may be asked whether it is there.
+    /// It has asked, and nothing was said yet. It may be asked whether it is there, unless its HTTP is too old for that.
     Waits { ask: bool },
+    /// It may well read its answer, which has begun.
+    Reads,
 }
 
 impl Place {
@@ -121,7 +123,9 @@ impl Place {
         match (state.answering, state.asking) {
             _ if self.crowd.half_closed == HalfClosed::Gone => Ended::Gone,
             (0, _) => Ended::Gone,
-            (_, 0) => Ended::Waits { ask: state.silent == Some(Version::HTTP_11) },
+            (_, 0) => {
+                state.silent.map_or(Ended::Reads, |version| Ended::Waits { ask: version == Version::HTTP_11 })
+            }
             _ => Ended::Asks,
         }
     }
@@ -251,7 +255,7 @@ mod tests {
         drop(asking);
         assert_eq!(place.ended(), Ended::Waits { ask: true });
         answering.begins();
-        assert_eq!(place.ended(), Ended::Waits { ask: false }, "its answer tells whether it is there");
+        assert_eq!(place.ended(), Ended::Reads, "its answer tells whether it is there");
         drop(answering);
         assert_eq!(place.ended(), Ended::Gone, "it has its answer");
         let (asking, _answering) = place.request(Version::HTTP_10);

@@ -5,7 +5,8 @@
 //! - A client that closed its half of the connection after its request gets its answer, if it is there. Only what is
 //!   sent to it tells one that reads from one that is gone: the latter's machine answers with a reset. If its answer has
 //!   not begun, it is sent `100 Continue`, which every client of HTTP/1.1 reads and forgets. If it has, and nothing is
-//!   said for a minute, it is taken for gone: nobody can tell.
+//!   said for a moment, it is taken for gone: nobody can tell, and what it asked for takes room. One whose HTTP is too old
+//!   to be asked has a minute.
 //! - It is closed without a reset: the kernel answers bytes that nobody read with one, which takes with it what was said
 //!   last. A client that sent too much would never learn that it did. So what has arrived is read before the close.
 
@@ -26,8 +27,10 @@ use crate::Backoff;
 
 /// A client that sends more than this while it is refused is reset after all.
 const UNREAD_BYTES_MAX: usize = 1 << 20;
-/// Streams of tokens have heartbeats far more often.
-const SILENCE_MAX: Duration = Duration::from_secs(60);
+/// In an answer that has begun: tokens come more often. With a second until the next look it is noticed within three.
+const SILENCE_MAX: Duration = Duration::from_millis(1_500);
+/// Before an answer of HTTP/1.0.
+const WAIT_MAX: Duration = Duration::from_secs(60);
 const ARE_YOU_THERE: &[u8] = b"HTTP/1.1 100 Continue\r\n\r\n";
 
 /// See the module.
@@ -88,7 +91,11 @@ impl Socket {
         loop {
             ready!(half.look.as_mut().poll(cx));
             // A service takes what has come of a request at once: what it still waits for will not come.
-            let silent = ended == (Ended::Waits { ask: false }) && half.said.elapsed() >= SILENCE_MAX;
+            let silent = match ended {
+                Ended::Reads => self.flushed && half.said.elapsed() >= SILENCE_MAX,
+                Ended::Waits { ask } => !ask && half.said.elapsed() >= WAIT_MAX,
+                Ended::Gone | Ended::Asks => false,
+            };
             if silent || ended == Ended::Asks || !matches!(self.stream.take_error(), Ok(None)) {
                 return Poll::Ready(());
             }
@@ -177,7 +184,10 @@ impl AsyncWrite for Socket {
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         ready!(self.poll_instead(cx))?;
         ready!(Pin::new(&mut self.stream).poll_flush(cx))?;
-        if !self.flushed && self.half_closed.is_some() {
+        if !self.flushed
+            && let Some(half) = &mut self.half_closed
+        {
+            half.said = Instant::now();
             // Nothing else would have the end read.
             cx.waker().wake_by_ref();
         }

@@ -214,7 +214,14 @@ async fn one_connection_too_many_takes_the_place_of_one_that_waits() {
 }
 
 #[tokio::test]
-async fn one_of_our_programs_that_closes_a_silent_stream_ends_it() {
+async fn whoever_is_gone_from_a_silent_stream_ends_it() {
+    for half_closed in [HalfClosed::Gone, HalfClosed::Reads] {
+        leaves_a_silent_stream(half_closed).await;
+    }
+}
+
+/// Returns when the server has noticed.
+async fn leaves_a_silent_stream(half_closed: HalfClosed) {
     let (open, mut closed) = tokio::sync::mpsc::channel::<()>(1);
     let open = Arc::new(std::sync::Mutex::new(Some(open)));
     let stream = async move || {
@@ -231,7 +238,7 @@ async fn one_of_our_programs_that_closes_a_silent_stream_ends_it() {
     let listener = bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let app = axum::Router::new().route("/", axum::routing::get(stream));
-    tokio::spawn(serve_programs(listener, app, Stop::new(), Duration::ZERO));
+    tokio::spawn(serve_whom(half_closed, listener, app, Stop::new(), Duration::ZERO));
     let mut program = TcpStream::connect(address).await.unwrap();
     program.write_all(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n").await.unwrap();
     let mut heard = Vec::new();
@@ -239,5 +246,6 @@ async fn one_of_our_programs_that_closes_a_silent_stream_ends_it() {
         assert!(program.read_buf(&mut heard).await.unwrap() > 0);
     }
     drop(program);
-    assert_eq!(closed.recv().await, None);
+    let ended = tokio::time::timeout(Duration::from_secs(60), closed.recv()).await;
+    assert_eq!(ended.expect("it is noticed"), None, "{half_closed:?}");
 }
