@@ -3,6 +3,7 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use axum::Json;
 use axum::body::Body;
@@ -24,7 +25,7 @@ use crate::support::within;
 pub(crate) async fn serve(app: axum::Router) -> String {
     let listener = pilotlight_kit::http::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
-    tokio::spawn(pilotlight_kit::http::serve(listener, app, Stop::new(), std::time::Duration::ZERO));
+    tokio::spawn(pilotlight_kit::http::serve_programs(listener, app, Stop::new(), Duration::ZERO));
     url
 }
 
