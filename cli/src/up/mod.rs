@@ -166,11 +166,8 @@ pub(crate) async fn start(settings: UpSettings, stop: Stop) -> Result<Running, F
     Ok(Running { url, tasks, store, _data_dir: data_dir })
 }
 
-/// Now, and not by agents that end again and again.
+/// Now, and not by agents that end again and again: what this machine has not, and what no agent accepts.
 fn check_nodes(settings: &UpSettings) -> Result<(), Failure> {
-    let agents = settings.node.clone().settings("local".into(), settings.data_dir.clone());
-    let checked = agents.check(WorkerProgram::this_program()?);
-    checked.map_err(|e| Failure::usage(Failure::from_error(&e).cause()))?;
     let one = settings.node.host_memory;
     let all = ByteCount::new(one.get().saturating_mul(u64::from(settings.nodes)));
     check_limits(one, all).map_err(|error| {
@@ -180,7 +177,10 @@ fn check_nodes(settings: &UpSettings) -> Result<(), Failure> {
         } else {
             failure.cure("each node takes as much; or use fewer --nodes")
         }
-    })
+    })?;
+    let agent = settings.node.clone().settings("local".into(), settings.data_dir.clone());
+    let checked = agent.check(WorkerProgram::this_program()?);
+    checked.map(drop).map_err(|error| Failure::usage(Failure::from_error(&error).cause()))
 }
 
 /// Starts the operator, the router and the listener; each of the two says when it is ready.
