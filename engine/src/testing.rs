@@ -79,6 +79,7 @@ pub(crate) fn spec(input: Input, sampling: Sampling) -> SessionSpec {
         generated: Vec::new(),
         sampling,
         hold: false,
+        on_cpu: false,
     }
 }
 

@@ -147,8 +147,8 @@ async fn open(
             .into_response(StatusCode::NOT_FOUND);
     };
     // Counted before it looks: see `Face::enter`.
-    let entered = face.enter();
-    if let Err(refusal) = opening::look(&face, 0) {
+    let entered = face.enter(spec.on_cpu);
+    if let Err(refusal) = opening::look(&face, 0, false) {
         let status = match refusal.code {
             FailureCode::UnknownModel => StatusCode::NOT_FOUND,
             _ => StatusCode::SERVICE_UNAVAILABLE,

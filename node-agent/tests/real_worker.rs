@@ -116,6 +116,7 @@ async fn order(store: &Arc<EmbeddedStore>, folder: &Path, hold: Hold, generation
         max_context_tokens: None,
         pin_host: false,
         cpu_sessions: 0,
+        cpu_tokens: 0,
         order_generation: generation,
         reason: String::new(),
         decide_seconds: 0.0,

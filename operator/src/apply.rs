@@ -60,6 +60,7 @@ pub(crate) fn render(order: &Order, model: &Model, generation: u64, decide: Dura
         max_context_tokens: content.max_context.and_then(|tokens| i32::try_from(tokens).ok()),
         pin_host: content.pin_host,
         cpu_sessions: i32::try_from(content.cpu_sessions).unwrap_or(i32::MAX),
+        cpu_tokens: i32::try_from(content.cpu_tokens).unwrap_or(i32::MAX),
         order_generation: generation,
         reason: order.reason.clone(),
         decide_seconds: decide.as_secs_f64(),

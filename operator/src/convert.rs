@@ -56,6 +56,7 @@ pub(crate) fn model_facts(model: &Model, resolved: Option<&Resolved>) -> ModelFa
                 CpuMode::Auto => count(spec.cold_start.cpu.max_sessions),
                 CpuMode::Off => 0,
             },
+            cpu_tokens: count(spec.cold_start.cpu.max_tokens),
         }),
         size: resolved
             .filter(|resolved| resolved.size_bytes > 0)
@@ -197,6 +198,7 @@ pub(crate) fn placed(replica: &ModelReplica, before: Option<&Placed>, now: Times
             max_context: spec.max_context_tokens.map(count),
             pin_host: spec.pin_host,
             cpu_sessions: count(spec.cpu_sessions),
+            cpu_tokens: count(spec.cpu_tokens),
         }),
         state,
         since: same.map_or(now, |before| before.since),
@@ -247,6 +249,7 @@ mod tests {
             max_context_tokens: None,
             pin_host: false,
             cpu_sessions: 0,
+            cpu_tokens: 0,
             order_generation: generation,
             reason: String::new(),
             decide_seconds: 0.0,

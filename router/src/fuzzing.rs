@@ -67,6 +67,7 @@ fn spec(input: Input, sampling: Sampling) -> SessionSpec {
         generated: Vec::new(),
         sampling,
         hold: false,
+        on_cpu: false,
     }
 }
 

@@ -65,6 +65,7 @@ pub(crate) struct Metrics {
     pub(crate) held_bytes: IntGauge,
     hold_seconds: HistogramVec,
     first_token_seconds: HistogramVec,
+    first_token_wishes: IntCounterVec,
     output_token_seconds: HistogramVec,
     request_seconds: Histogram,
     overhead_seconds: Histogram,
@@ -108,6 +109,12 @@ impl Metrics {
                 "Time to first token (TTFT): arrival of a request to the first token of its answer",
                 START_BUCKETS,
                 &["namespace", "model", "start"],
+            )?,
+            first_token_wishes: r.counters_of(
+                "first_token_wishes_total",
+                "Requests with x-pilotlight-slo-ttft-ms: whether their first token came in that time",
+                "outcome",
+                &["met", "missed"],
             )?,
             output_token_seconds: r.histograms(
                 "output_token_seconds",
@@ -213,6 +220,11 @@ impl Metrics {
         let (namespace, model) = self.labels(model);
         let labels = [namespace, model, start.as_str()];
         self.first_token_seconds.with_label_values(&labels).observe(time.as_secs_f64());
+    }
+
+    /// A request wished its first token in a time of its own.
+    pub(crate) fn wished(&self, met: bool) {
+        self.first_token_wishes.with_label_values(&[if met { "met" } else { "missed" }]).inc();
     }
 
     /// An answer ended well: its tokens, and its times.

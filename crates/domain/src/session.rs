@@ -142,6 +142,9 @@ pub struct SessionSpec {
     /// Prefill what exists and wait: the session says no token before [`SessionCommand::Release`].
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub hold: bool,
+    /// Begin on the CPU where that may serve the model while its device is not ready, whatever is predicted.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub on_cpu: bool,
 }
 
 /// What an arbiter asks of an open session while it moves: the router of an agent, the agent of a worker. None is

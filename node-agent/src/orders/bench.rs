@@ -16,7 +16,7 @@ use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use super::choose::{Expected, PROMPT_TOKENS};
+use super::choose::{Expected, serves_meanwhile};
 use super::face::Place;
 use super::order::Target;
 use super::replica::Node;
@@ -72,11 +72,11 @@ impl Bench {
         self.set.copy.bytes
     }
 
-    /// Takes seats where they are wanted. Show [`Bench::places`] to sessions then, and [`Bench::sweep`].
+    /// Takes seats where they are wanted; `cpu_wished`: a session asks for the CPU. Show [`Bench::places`] to sessions then, and [`Bench::sweep`].
     ///
     /// # Errors
     /// When the model cannot be served as ordered.
-    pub(crate) fn arrange(&mut self, target: Target) -> Result<(), Failure> {
+    pub(crate) fn arrange(&mut self, target: Target, cpu_wished: bool) -> Result<(), Failure> {
         if let Some(Err(failure)) = self.filled().end {
             return Err(failure);
         }
@@ -103,7 +103,7 @@ impl Bench {
         }
         if let Some(cpu) = node.cpu()
             && !self.cpu_failed
-            && self.pays_meanwhile(home, cpu, target)
+            && self.serves_meanwhile(home, cpu, target, cpu_wished)
         {
             self.wanted.push(cpu.device);
             // Without room for its KV pages sessions wait for their home.
@@ -112,21 +112,17 @@ impl Bench {
         Ok(())
     }
 
-    /// Whether a short prompt's first token comes earlier from the CPU.
-    fn pays_meanwhile(&self, home: &Worker, cpu: &Worker, target: Target) -> bool {
-        if target == Target::Cpu
-            || (target == Target::Accelerator { cpu_sessions: 0 })
+    /// Whether the CPU is to serve until home is ready.
+    fn serves_meanwhile(&self, home: &Worker, cpu: &Worker, target: Target, wished: bool) -> bool {
+        if matches!(target, Target::Cpu | Target::Accelerator { cpu_sessions: 0, .. })
             || self.ready(home.device)
         {
             return false;
         }
-        // Once it is here it stays until home is ready: each session chooses for itself.
-        if self.seat(cpu.device).is_some() {
-            return true;
-        }
         let now = Instant::now();
-        let first = |worker: &Worker| self.place(worker, target, now).offer(now).first_token(PROMPT_TOKENS);
-        first(cpu) < first(home)
+        let offer = |worker: &Worker| self.place(worker, target, now).offer(now);
+        // Once it is here it stays until home is ready: each session chooses for itself.
+        self.seat(cpu.device).is_some() || serves_meanwhile(offer(cpu), offer(home), wished)
     }
 
     fn ready(&self, device: &str) -> bool {
@@ -196,11 +192,11 @@ impl Bench {
             }
         };
         let home = worker.is_accelerator() == (target != Target::Cpu);
-        let sessions_max = match target {
-            Target::Accelerator { cpu_sessions } if !home => cpu_sessions,
-            _ => u32::MAX,
+        let (sessions_max, tokens_max) = match target {
+            Target::Accelerator { cpu_sessions, cpu_tokens } if !home => (cpu_sessions, cpu_tokens),
+            _ => (u32::MAX, None),
         };
-        Place { serving, expected, rates: worker.rates(&self.set.node), sessions_max, home }
+        Place { serving, expected, rates: worker.rates(&self.set.node), sessions_max, tokens_max, home }
     }
 
     fn reading_left(&self) -> Duration {

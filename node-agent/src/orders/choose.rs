@@ -6,7 +6,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 /// The prompt that the agent prepares for, in tokens: a short chat.
-pub(crate) const PROMPT_TOKENS: u32 = 64;
+const PROMPT_TOKENS: u32 = 64;
 
 /// Something that should take so long, since then.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -49,6 +49,12 @@ pub(crate) enum Choice {
     Begin(usize),
     /// Wait for a change, and look again after this in any case.
     Wait(Duration),
+}
+
+/// Whether the CPU is to serve until `home` is ready: a session asks for it, or a short prompt's first token comes
+/// earlier from there.
+pub(crate) fn serves_meanwhile(cpu: Offer, home: Offer, wished: bool) -> bool {
+    wished || cpu.first_token(PROMPT_TOKENS) < home.first_token(PROMPT_TOKENS)
 }
 
 /// Looking again is cheap, but not free.
@@ -94,6 +100,13 @@ mod tests {
         check((500, 200.0), (600, 800.0), 64, "wait");
         check((0, 200.0), (300, 800.0), 64, "cpu");
         check((0, 200.0), (300, 800.0), 128, "wait");
+    }
+
+    #[test]
+    fn a_cpu_too_slow_to_pay_serves_whoever_asks_for_it() {
+        let (slow, fast, home) = (offer(0, 10.0), offer(0, 200.0), offer(4000, 800.0));
+        let served = [(slow, false), (slow, true), (fast, false)];
+        assert_eq!(served.map(|(cpu, wished)| serves_meanwhile(cpu, home, wished)), [false, true, true]);
     }
 
     #[test]

@@ -42,6 +42,8 @@ pub(crate) struct Place {
     pub(crate) rates: (f64, f64),
     /// At most so many sessions.
     pub(crate) sessions_max: u32,
+    /// Each says at most so many tokens here before it must have moved home.
+    pub(crate) tokens_max: Option<u32>,
     /// The device that the order names: sessions that began elsewhere move to it.
     pub(crate) home: bool,
 }
@@ -127,6 +129,8 @@ pub(crate) struct Face {
     timeline: Mutex<Timeline>,
     from: Mutex<Option<Tier>>,
     open: watch::Sender<usize>,
+    /// Open sessions that asked for the CPU.
+    cpu_wishes: AtomicU32,
 }
 
 impl Face {
@@ -138,6 +142,7 @@ impl Face {
                 timeline: Mutex::default(),
                 from: Mutex::default(),
                 open: watch::Sender::new(0),
+                cpu_wishes: AtomicU32::new(0),
             }),
             sender,
         )
@@ -145,9 +150,15 @@ impl Face {
 
     /// Counts a session until the answer is dropped. Enter first and look at the view then: a drain looks at the
     /// count after it changed the view, so it sees every session that saw the old view.
-    pub(crate) fn enter(self: &Arc<Self>) -> Entered {
+    pub(crate) fn enter(self: &Arc<Self>, on_cpu: bool) -> Entered {
         self.open.send_modify(|n| *n += 1);
-        Entered(self.clone())
+        self.cpu_wishes.fetch_add(u32::from(on_cpu), Ordering::SeqCst);
+        Entered { face: self.clone(), on_cpu }
+    }
+
+    /// Whether a session that is open asked for the CPU. It is looked at again and again while a device is on its way.
+    pub(crate) fn cpu_wished(&self) -> bool {
+        self.cpu_wishes.load(Ordering::SeqCst) > 0
     }
 
     pub(crate) fn open(&self) -> usize {
@@ -185,11 +196,15 @@ impl Face {
 }
 
 /// An open session's place in the count.
-pub(crate) struct Entered(Arc<Face>);
+pub(crate) struct Entered {
+    face: Arc<Face>,
+    on_cpu: bool,
+}
 
 impl Drop for Entered {
     fn drop(&mut self) {
-        self.0.open.send_modify(|n| *n -= 1);
+        self.face.cpu_wishes.fetch_sub(u32::from(self.on_cpu), Ordering::SeqCst);
+        self.face.open.send_modify(|n| *n -= 1);
     }
 }
 

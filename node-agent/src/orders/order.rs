@@ -56,6 +56,8 @@ pub(crate) enum Target {
     Accelerator {
         /// So many sessions may begin on the CPU while it is not ready.
         cpu_sessions: u32,
+        /// Each says at most so many tokens there, and waits for the accelerator then; none: no bound.
+        cpu_tokens: Option<u32>,
     },
 }
 
@@ -116,9 +118,10 @@ fn goal(spec: &ModelReplicaSpec) -> Goal {
         (Hold::Disk, _) => Goal::Disk,
         (Hold::Host, Device::Gpu) => Goal::Host,
         (Hold::Host | Hold::Device, Device::Cpu) => Goal::Serve(Target::Cpu),
-        (Hold::Device, Device::Gpu) => {
-            Goal::Serve(Target::Accelerator { cpu_sessions: u32::try_from(spec.cpu_sessions).unwrap_or(0) })
-        }
+        (Hold::Device, Device::Gpu) => Goal::Serve(Target::Accelerator {
+            cpu_sessions: u32::try_from(spec.cpu_sessions).unwrap_or(0),
+            cpu_tokens: u32::try_from(spec.cpu_tokens).ok().filter(|tokens| *tokens > 0),
+        }),
     }
 }
 
@@ -145,6 +148,7 @@ pub(crate) mod tests {
             decide_seconds: 0.0,
             drain_deadline: None,
             cpu_sessions: 2,
+            cpu_tokens: 0,
         }
     }
 
@@ -162,7 +166,7 @@ pub(crate) mod tests {
         assert_eq!(parse(|s| s.hold = Hold::Host).goal, Goal::Serve(Target::Cpu));
         assert_eq!(parse(|s| (s.hold, s.device) = (Hold::Host, Device::Gpu)).goal, Goal::Host);
         let accelerator = parse(|s| (s.hold, s.device) = (Hold::Device, Device::Gpu)).goal;
-        assert_eq!(accelerator, Goal::Serve(Target::Accelerator { cpu_sessions: 2 }));
+        assert_eq!(accelerator, Goal::Serve(Target::Accelerator { cpu_sessions: 2, cpu_tokens: None }));
         assert!(matches!(parse(|s| s.digest = "md5:x".into()).goal, Goal::Refused(_)));
         let order = parse(|s| s.drain_deadline = Some("2023-11-14T22:13:20Z".into()));
         assert_eq!(order.drain_deadline, Some(Timestamp::from_micros(1_700_000_000_000_000)));

@@ -31,15 +31,15 @@ pub(super) enum Look {
     Wait(Duration),
 }
 
-/// Looks at a replica for a session with such a prompt.
+/// Looks at a replica for a session with such a prompt, which may have asked for the CPU.
 ///
 /// # Errors
 /// When it will not serve the session.
-pub(super) fn look(face: &Face, prompt_tokens: u32) -> Result<Look, Refusal> {
+pub(super) fn look(face: &Face, prompt_tokens: u32, on_cpu: bool) -> Result<Look, Refusal> {
     // Borrowed until the session is counted: see `Count::enter`.
     match &*face.view.borrow() {
         View::Waiting => Ok(Look::Wait(LOOK_AGAIN)),
-        View::Open(places) => Ok(pick(places, prompt_tokens)),
+        View::Open(places) => Ok(pick(places, prompt_tokens, on_cpu)),
         View::Idle => Err(Refusal::new(
             FailureCode::UnknownModel,
             "this node holds the model, but is not to serve it",
@@ -53,8 +53,11 @@ pub(super) fn look(face: &Face, prompt_tokens: u32) -> Result<Look, Refusal> {
     }
 }
 
-fn pick(places: &[Place], prompt_tokens: u32) -> Look {
+fn pick(places: &[Place], prompt_tokens: u32, on_cpu: bool) -> Look {
     let now = Instant::now();
+    let meanwhile = |place: &&Place| on_cpu && !place.home && !place.offer(now).full;
+    // Who serves beside the home is the CPU.
+    let places = places.iter().find(meanwhile).map_or(places, std::slice::from_ref);
     let offers: Vec<_> = places.iter().map(|place| place.offer(now)).collect();
     match choose(&offers, prompt_tokens) {
         Choice::Wait(at_most) => Look::Wait(at_most),
@@ -72,10 +75,22 @@ pub(super) fn home_of(face: &Face, from: &Serving) -> Option<(Serving, Counted)>
     let home = places.iter().find(|place| place.home)?;
     let serving = home.ready().filter(|serving| serving.worker.device != from.worker.device)?;
     let here = places.iter().find(|place| place.ready().is_some_and(|ready| ready.is(from)));
-    // Where nothing was measured, the order knows best.
-    let slower =
-        here.is_some_and(|here| here.rates.1 > 0.0 && home.rates.1 > 0.0 && home.rates.1 <= here.rates.1);
-    (!slower).then(|| (serving.clone(), serving.sessions.enter()))
+    let pays = here.is_none_or(|here| pays(here, home));
+    pays.then(|| (serving.clone(), serving.sessions.enter()))
+}
+
+/// Whether a session does better at its home. Where nothing was measured, the order knows best.
+fn pays(here: &Place, home: &Place) -> bool {
+    here.rates.1 <= 0.0 || home.rates.1 <= 0.0 || home.rates.1 > here.rates.1
+}
+
+/// How many tokens a session may say on `here` before it must have moved home; none: no bound, or no move.
+pub(super) fn tokens_max(face: &Face, here: &Serving) -> Option<u32> {
+    let view = face.view.borrow();
+    let View::Open(places) = &*view else { return None };
+    let place = places.iter().find(|place| place.ready().is_some_and(|ready| ready.is(here)))?;
+    let home = places.iter().find(|place| place.home)?;
+    place.tokens_max.filter(|_| !place.home && pays(place, home))
 }
 
 /// About how many tokens a session's worker has to prefill.

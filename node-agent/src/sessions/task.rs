@@ -16,7 +16,7 @@ use tokio::time::Instant;
 
 use super::LINES;
 use super::course::{Course, Outcome};
-use super::opening::{Look, Seated, home_of, look, prompt_tokens, said};
+use super::opening::{Look, Seated, home_of, look, prompt_tokens, said, tokens_max};
 use super::refusal::Refusal;
 use super::table::Listed;
 use crate::orders::face::{Counted, Entered, Face, Serving, View};
@@ -172,6 +172,8 @@ impl Session {
                 todo.extend(course.begin_move());
             }
         }
+        let tokens_max = course.source().and_then(|source| tokens_max(&self.face, &source.serving));
+        todo.extend(course.rest(tokens_max));
         while let Some(outcome) = todo.pop_front() {
             match outcome {
                 Outcome::Say(event) => lines.push(self.tell(event)),
@@ -264,7 +266,7 @@ impl Session {
         let prompt = prompt_tokens(spec);
         for _ in 0..STARTS_MAX {
             let load = self.span.child("load");
-            let (serving, counted) = match self.wait(prompt, until).await? {
+            let (serving, counted) = match self.wait(prompt, spec.on_cpu, until).await? {
                 Ok(begins) => begins,
                 Err(refusal) => return Ok(Err(refusal)),
             };
@@ -314,13 +316,14 @@ impl Session {
     async fn wait(
         &self,
         prompt_tokens: u32,
+        on_cpu: bool,
         until: Instant,
     ) -> Result<Result<(Serving, Counted), Refusal>, ClientGone> {
         let mut view = self.face.view.clone();
         let waiting = async {
             loop {
                 view.mark_unchanged();
-                match look(&self.face, prompt_tokens) {
+                match look(&self.face, prompt_tokens, on_cpu) {
                     Ok(Look::Begin(serving, counted)) => return Ok((serving, counted)),
                     Ok(Look::Wait(at_most)) => {
                         if let Ok(Err(_)) = tokio::time::timeout(at_most, view.changed()).await {

@@ -95,3 +95,57 @@ async fn without_the_cpu_sessions_wait_for_their_device() {
     assert_eq!(short(&session.rest().await), "accepted t0 done");
     assert_eq!(world.sim.count("start"), 1);
 }
+
+#[tokio::test]
+async fn who_asks_for_the_cpu_begins_there_though_the_device_would_be_sooner() {
+    let (world, _uri) = World::with_sim().await;
+    // So long that the CPU is predicted to take longer than the device with its start.
+    let long = "word ".repeat(20_000);
+    let spec = |id: &str, on_cpu: bool| {
+        serde_json::json!({
+            "id": id, "model": { "namespace": "default", "name": "m" }, "input": { "text": long },
+            "sampling": { "max_tokens": 1 }, "on_cpu": on_cpu,
+        })
+        .to_string()
+    };
+    let mut waits = world.post(&spec("waits", false)).await;
+    let mut asks = world.post(&spec("asks", true)).await;
+    assert_eq!(short(&asks.rest().await), "accepted t0 done");
+    assert_eq!((world.worker.count("start"), world.sim.count("start")), (1, 0));
+    world.sim.starting.store(false, Ordering::SeqCst);
+    assert_eq!(short(&waits.rest().await), "accepted t0 done");
+    assert_eq!((world.worker.count("start"), world.sim.count("start")), (1, 1));
+}
+
+/// Orders model `m` on the device, and that sessions say one token on the CPU at most.
+async fn one_token_on_the_cpu(world: &mut World, uri: &str) {
+    let device = pilotlight_api::replica::Device::Gpu;
+    let change = |s: &mut pilotlight_api::ModelReplicaSpec| (s.device, s.cpu_tokens) = (device, 1);
+    let generation = world.order_with("m", uri, Hold::Device, change).await;
+    world.phase("m", generation, ReplicaPhase::Ready).await;
+}
+
+#[tokio::test]
+async fn a_session_that_has_said_enough_on_the_cpu_waits_for_its_device() {
+    let (mut world, uri) = World::with_sim().await;
+    one_token_on_the_cpu(&mut world, &uri).await;
+    let mut session = world.session("m", None).await;
+    assert_eq!(short(&[session.next().await.unwrap(), session.next().await.unwrap()]), "accepted t0");
+    // It is told to stop; the router hears nothing of it.
+    world.worker.seen("command", 1).await;
+    world.sim.starting.store(false, Ordering::SeqCst);
+    assert_eq!(short(&[session.next().await.unwrap(), session.next().await.unwrap()]), "moved t1");
+    assert_eq!(world.sim.count("start"), 1);
+}
+
+#[tokio::test]
+async fn a_session_that_waits_for_its_device_goes_on_where_it_is_when_that_is_its_home_now() {
+    let (mut world, uri) = World::with_sim().await;
+    one_token_on_the_cpu(&mut world, &uri).await;
+    let mut session = world.session("m", None).await;
+    assert_eq!(short(&[session.next().await.unwrap(), session.next().await.unwrap()]), "accepted t0");
+    world.worker.seen("command", 1).await;
+    world.order("m", &uri, Hold::Host).await;
+    assert_eq!(short(&[session.next().await.unwrap(), session.next().await.unwrap()]), "moved t1");
+    assert_eq!(world.sim.count("start"), 0);
+}

@@ -79,6 +79,7 @@ impl Subject<'_> {
             generated: Vec::new(),
             sampling: Default::default(),
             hold: false,
+            on_cpu: false,
         };
         let session = Bytes::from(serde_json::to_vec(&session).unwrap());
         let at =

@@ -24,7 +24,7 @@ use super::Job;
 use super::headers::{Cold, Served};
 use super::session::{Begin, Session};
 use crate::demand;
-use crate::hold::{Place, Refusal};
+use crate::hold::{Entry, Place, Refusal};
 use crate::openai::{ApiError, Code, Dropped};
 use crate::sessions::{Ask, Entry as Told, State};
 use crate::stopwatch::Stopwatch;
@@ -95,6 +95,9 @@ impl Choice<'_> {
         let job = self.job;
         let mut retries = 0;
         let mut entry = job.entry(self.index);
+        if let Some(error) = job.comes_too_late(&entry) {
+            return Err(error);
+        }
         loop {
             let ticket = job.cx.gate.enter(&job.model.name, entry.clone());
             self.watch.cold |= ticket.is_cold() && entry.turn.is_none();
@@ -285,6 +288,7 @@ impl Job {
             generated: Vec::new(),
             sampling,
             hold: false,
+            on_cpu: self.wishes.on_cpu,
         }
     }
 
@@ -327,6 +331,19 @@ impl Job {
             }
         };
         self.unavailable(code, message).dropped(dropped)
+    }
+
+    /// A request of negative priority whose wish cannot be met makes room at once. The model wakes nevertheless.
+    fn comes_too_late(&self, entry: &Entry) -> Option<ApiError> {
+        let wish = self.wishes.first_token.filter(|_| entry.priority < 0)?.as_secs_f64();
+        let estimate = self.remaining().filter(|estimate| *estimate > wish)?;
+        self.cx.demand.knock(&self.model.name);
+        let message = format!(
+            "`{}` is expected to answer in {estimate:.1} s, the request wishes it in {wish:.1} s, and its priority \
+             is negative; it is being woken",
+            self.request.model
+        );
+        Some(self.unavailable(Code::QueueFull, message).dropped(Dropped::Shed))
     }
 
     /// There is no place for a session that was lost.

@@ -130,7 +130,15 @@ impl<'a> Client<'a> {
             start,
             now.saturating_duration_since(self.job.arrived),
         );
+        self.wish_is(now.saturating_duration_since(self.job.arrived));
         self.served = Some(served);
+    }
+
+    /// Whether the first token was there in the time that the request wishes.
+    fn wish_is(&self, took: Duration) {
+        if let Some(wish) = self.job.wishes.first_token {
+            self.job.cx.metrics.wished(took <= wish);
+        }
     }
 
     /// Tells a streaming client that it is not forgotten. The first heartbeat sends the head. How long a recovery
@@ -174,6 +182,9 @@ impl<'a> Client<'a> {
         }
         tracing::debug!(request = %self.job.id, model = %self.job.model.name, %error, "request failed");
         self.count(status, error.code.as_str());
+        if self.first_token.is_none() {
+            self.wish_is(Duration::MAX);
+        }
         match self.reply.take() {
             Some(reply) => {
                 let _client_gone = reply.send(Answer::Refused(error));

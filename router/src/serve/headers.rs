@@ -51,6 +51,10 @@ pub(crate) struct Wishes {
     pub(crate) wait_max: Option<Duration>,
     /// Overrides the Model's cold-start policy.
     pub(crate) hold: Option<bool>,
+    /// Begin on the CPU, where that serves while the model's device is not ready.
+    pub(crate) on_cpu: bool,
+    /// When the first token should be there.
+    pub(crate) first_token: Option<Duration>,
     /// Its band in the line, instead of the Model's.
     pub(crate) priority: Option<i32>,
     /// Requests of one flow take turns with those of others.
@@ -59,16 +63,17 @@ pub(crate) struct Wishes {
 
 impl Wishes {
     pub(crate) fn read(headers: &HeaderMap) -> Result<Self, ApiError> {
-        let hold = match text(headers, &COLD_START)? {
-            None => None,
-            // Whether the CPU serves is decided where the devices are.
-            Some("hold" | "cpu") => Some(true),
-            Some("reject") => Some(false),
+        let (hold, on_cpu) = match text(headers, &COLD_START)? {
+            None => (None, false),
+            Some("hold") => (Some(true), false),
+            Some("cpu") => (Some(true), true),
+            Some("reject") => (Some(false), false),
             Some(_) => return Err(not_a(&COLD_START, "hold, reject or cpu")),
         };
-        // A wish that changes nothing yet, but nonsense is refused.
+        let mut first_token = None;
         for name in &SLO_TTFT_MS {
-            millis(headers, name)?;
+            let given = millis(headers, name)?;
+            first_token = first_token.or(given);
         }
         let mut priority = None;
         for name in &PRIORITY {
@@ -79,7 +84,7 @@ impl Wishes {
         for name in &FAIRNESS_ID {
             flow = flow.or(text(headers, name)?.map(|text| hash(&[text.as_bytes()])));
         }
-        Ok(Wishes { wait_max: millis(headers, &MAX_WAIT_MS)?, hold, priority, flow })
+        Ok(Wishes { wait_max: millis(headers, &MAX_WAIT_MS)?, hold, on_cpu, first_token, priority, flow })
     }
 }
 

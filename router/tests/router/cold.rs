@@ -240,3 +240,60 @@ async fn a_suspended_model_says_so() {
     assert_eq!(answer.error(), "503 server_error/suspended -");
     assert_eq!(world.get("/v1/models/m").await.json()["state"], Value::from("suspended"));
 }
+
+#[tokio::test]
+async fn the_wish_for_the_cpu_is_held_and_goes_to_the_agent() {
+    let (world, agent) = (World::new().await, FakeAgent::start().await);
+    world.model("m", json!({"coldStart": {"policy": "Reject"}})).await;
+    let headers = [("x-pilotlight-cold-start", "cpu")];
+    let ask =
+        world.send(http::Method::POST, "/v1/chat/completions", &headers, chat("m", json!({})).to_string());
+    let (answer, ()) = tokio::join!(ask, async {
+        world.operator.hears("m", |m| m.held == 1).await;
+        world.replica("m", "n1", &agent.url, json!({"phase": "Loading", "slots": 4})).await;
+        let session = agent.next().await;
+        assert!(session.spec.on_cpu);
+        session.play(&["from the CPU"]).await;
+    });
+    assert_eq!(answer.json()["choices"][0]["message"]["content"], "from the CPU");
+    assert_eq!(answer.header("x-pilotlight-served-by"), "cpu");
+    let (_, ()) = tokio::join!(world.chat("m", json!({})), async {
+        let session = agent.next().await;
+        assert!(!session.spec.on_cpu);
+        session.play(&["wherever"]).await;
+    });
+}
+
+#[tokio::test]
+async fn a_wish_for_the_first_token_is_counted_and_sheds_what_gives_way() {
+    let (world, agent) = (World::new().await, FakeAgent::start().await);
+    world.model("m", json!({})).await;
+    let status = json!({"coldStart": {"estimateSeconds": 40.0, "estimateFrom": "remote"}, "phase": "Idle"});
+    world.model_status("m", status).await;
+    world.knows("m", |m| m["estimated_start_seconds"] == 40.0).await;
+    let ask = async |name: &str, wish: &str, priority: &str| {
+        let headers = [(name, wish), ("x-pilotlight-priority", priority)];
+        let body = chat("m", json!({})).to_string();
+        world.send(http::Method::POST, "/v1/chat/completions", &headers, body).await
+    };
+    // Nobody is to wait in vain who said that it gives way.
+    let shed = ask("x-llm-d-slo-ttft-ms", "500", "-1").await;
+    assert_eq!(shed.error(), "503 server_error/queue_full -");
+    assert!(shed.message().contains("40.0 s, the request wishes it in 0.5 s"), "{}", shed.message());
+    assert_eq!(shed.header("x-pilotlight-dropped-reason"), "shed");
+    assert!((38..=60).contains(&shed.header("retry-after").parse::<u32>().unwrap()));
+    world.operator.hears("m", |m| m.held == 1).await;
+    // Others wait; and so does one whose wish can be met.
+    for (wish, priority) in [("0", "0"), ("60000", "-1")] {
+        let (answer, ()) = tokio::join!(ask("x-pilotlight-slo-ttft-ms", wish, priority), async {
+            world.replica("m", "n1", &agent.url, json!({"phase": "Loading", "slots": 4})).await;
+            agent.next().await.play(&["here"]).await;
+        });
+        assert_eq!(answer.status, 200);
+    }
+    let text = prometheus::TextEncoder::new().encode_to_string(&world.metrics.gather()).unwrap();
+    for (outcome, count) in [("missed", 2), ("met", 1)] {
+        let line = format!("pilotlight_router_first_token_wishes_total{{outcome=\"{outcome}\"}} {count}");
+        assert!(text.contains(&line), "{line}\n{text}");
+    }
+}

@@ -24,6 +24,7 @@ fn prepared(prompt: Vec<TokenId>, generated: Vec<TokenId>, sampling: Sampling) -
         generated,
         sampling,
         hold: false,
+        on_cpu: false,
     };
     Prepared::new(SessionKey(1), spec, prompt)
 }

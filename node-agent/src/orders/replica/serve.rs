@@ -29,7 +29,7 @@ impl ReplicaTask {
                 return;
             };
             let target = *target;
-            if let Err(failure) = bench.arrange(target) {
+            if let Err(failure) = bench.arrange(target, self.face.cpu_wished()) {
                 if let Held::Seated(disk, bench) = self.held.take() {
                     bench.end().await;
                     self.load_failed(disk, failure).await;
