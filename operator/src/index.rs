@@ -21,6 +21,7 @@ use pilotlight_store::Reflected;
 
 use crate::convert;
 use crate::machine::{self, Machine};
+use crate::roll_call;
 use life::Life;
 
 /// The cluster as it was last heard of.
@@ -36,6 +37,8 @@ pub(crate) struct Index {
     /// Kubernetes' own nodes; none in an embedded store.
     machines: HashMap<NodeName, Machine>,
     life: Life,
+    /// Nodes whose status may have to say that their agent is lost, or is back.
+    to_judge: BTreeSet<NodeName>,
     /// The last generation ordered per node, whoever ordered it.
     generations: HashMap<NodeName, u64>,
     /// Orders that we withdrew, until the watch says that they are gone.
@@ -286,7 +289,8 @@ impl Index {
 
     fn put_node(&mut self, node: ModelNode, now: Timestamp) -> Touched {
         let Some(name) = node_name(&node) else { return Touched::new() };
-        let alive = self.life.is_alive(&name, &node, now);
+        let alive = roll_call::is_there(&node, self.life.lease(&name, now));
+        self.to_judge.insert(name.clone());
         let facts = convert::node_facts(&node, self.machines.get(&name), alive);
         let before = self.view.node_named(&name).and_then(|entry| entry.facts.as_ref());
         let changed = before.is_none_or(|before| {
@@ -367,10 +371,21 @@ impl Index {
         late.into_iter().flat_map(|name| self.look_at(&name, now)).collect()
     }
 
+    /// The nodes whose status must say something else of their agents. Each change is told once.
+    pub(crate) fn judged(&mut self, now: Timestamp) -> Vec<(NodeName, ModelNode)> {
+        let names = std::mem::take(&mut self.to_judge);
+        let judge = |name: NodeName| {
+            let judged = roll_call::judged(self.nodes.get(&name)?, self.life.lease(&name, now), now)?;
+            Some((name, judged))
+        };
+        names.into_iter().filter_map(judge).collect()
+    }
+
     /// A node may have come to life or have been lost.
     fn look_at(&mut self, name: &NodeName, now: Timestamp) -> Touched {
         let Some(node) = self.nodes.get(name) else { return Touched::new() };
-        let alive = self.life.is_alive(name, node, now);
+        let alive = roll_call::is_there(node, self.life.lease(name, now));
+        self.to_judge.insert(name.clone());
         let facts = convert::node_facts(node, self.machines.get(name), alive);
         let before = self.view.node_named(name).map(NodeEntry::state);
         if before == Some(facts.state) {

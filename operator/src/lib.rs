@@ -26,6 +26,7 @@ mod leader;
 mod machine;
 mod metrics;
 mod names;
+mod roll_call;
 mod service;
 mod settings;
 mod status;

@@ -4,6 +4,7 @@
 //! |---|---|---|
 //! | service (here) | watches, asks over HTTP, time, leadership | orders, statuses into the outbox |
 //! | writer | the outbox | statuses and events |
+//! | roll call | nodes that were lost, or are back | their statuses' `Ready`, and events |
 //! | leader | the lease | who leads |
 //!
 //! A turn carries out at most [`STEPS_MAX`] steps, the urgent ones first, so that a wake never waits behind a
@@ -35,6 +36,7 @@ use crate::demand::DemandBook;
 use crate::http::{ASKS_MAX, Ask, Handle, Place, PlaceAnswer};
 use crate::index::{Index, Touched};
 use crate::metrics::{Metrics, Shown};
+use crate::roll_call::RollCall;
 use crate::settings::Config;
 use crate::status::{self, Costs, Facts};
 use crate::writer::Outbox;
@@ -94,6 +96,9 @@ impl Operator {
         let outbox = Arc::new(Outbox::default());
         let writer =
             tokio::spawn(outbox.clone().run(store.clone(), clock.clone(), metrics.clone(), stop.clone()));
+        let roll_call = Arc::new(RollCall::default());
+        let calling =
+            tokio::spawn(roll_call.clone().run(store.clone(), clock.clone(), metrics.clone(), stop.clone()));
         let leading =
             tokio::spawn(leader::keep(config.leadership, store.clone(), clock.clone(), leads, stop.clone()));
         let service = Service {
@@ -101,6 +106,7 @@ impl Operator {
             clock,
             metrics,
             outbox,
+            roll_call,
             led,
             ready,
             index: Index::default(),
@@ -116,7 +122,7 @@ impl Operator {
             seen: Touched::new(),
         };
         service.run(asks, &stop).await;
-        for task in [writer, leading] {
+        for task in [writer, calling, leading] {
             if let Err(error) = task.await {
                 tracing::error!(%error, "a task of the operator ended badly");
             }
@@ -129,6 +135,7 @@ struct Service {
     clock: Arc<dyn Clock>,
     metrics: Metrics,
     outbox: Arc<Outbox>,
+    roll_call: Arc<RollCall>,
     led: watch::Receiver<bool>,
     ready: watch::Sender<Readiness>,
     index: Index,
@@ -379,6 +386,7 @@ impl Service {
         self.answer();
         self.answer_places(now);
         self.tell(now);
+        self.roll_call.put(self.index.judged(now));
     }
 
     async fn plan(&mut self, now: Timestamp) {

@@ -23,7 +23,7 @@ const PROGRESS_PAUSE: Duration = Duration::from_secs(1);
 /// Side by side: 10,000 models that become idle at once take a second or two at 2 ms per write.
 const WRITES_MAX: usize = 16;
 /// Who says so, in events.
-const COMPONENT: &str = "pilotlight-operator";
+pub(crate) const COMPONENT: &str = "pilotlight-operator";
 
 struct Waiting {
     model: Box<Model>,

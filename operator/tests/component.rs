@@ -36,6 +36,7 @@ stories! {
     a_bad_source_is_told_and_recovers,
     a_model_that_never_fits_is_refused_with_both_sizes,
     a_lost_node_is_left_and_a_new_one_taken,
+    a_node_is_said_to_be_lost_and_to_be_back,
     a_restart_in_the_middle_goes_on,
     explain_says_where_and_why_not,
     two_operators_do_no_harm,
@@ -201,6 +202,32 @@ async fn a_lost_node_is_left_and_a_new_one_taken(cluster: Cluster) {
     cluster.phase("a", ModelPhase::Warming).await;
     cluster.agent_ready(&elsewhere, "100MB").await;
     cluster.phase("a", ModelPhase::Ready).await;
+    cluster.stop().await;
+}
+
+async fn a_node_is_said_to_be_lost_and_to_be_back(cluster: Cluster) {
+    use ConditionStatus::{False, True};
+    let mut cluster = cluster;
+    cluster.node("n1", "2GiB").await;
+    cluster.agent_of("n1", True, Reason::AgentReady).await;
+    cluster.lease("n1").await;
+    let lost = cluster.lease_runs_out("n1").await;
+    let status = lost.status.unwrap();
+    assert_eq!(status.endpoint, "http://n1", "the rest is the agent's, and stays");
+    assert_eq!((status.conditions[0].reason, status.conditions.len()), (Reason::AgentLost, 1));
+    cluster.told("n1", "AgentLost").await;
+    // It is there again: whether this operator sees it or the next one.
+    cluster.without_operator().await;
+    cluster.lease("n1").await;
+    cluster.restart_operator().await;
+    cluster.node_is("n1", True).await;
+    cluster.told("n1", "AgentBack").await;
+    // What the agent itself says stays, whatever becomes of its lease.
+    cluster.agent_of("n1", False, Reason::AgentLost).await;
+    cluster.node("n2", "2GiB").await;
+    cluster.lease("n2").await;
+    cluster.lease_runs_out("n2").await;
+    cluster.node_is("n1", False).await;
     cluster.stop().await;
 }
 

@@ -37,7 +37,7 @@ pub struct Limits {
     pub disk_bytes: Option<u64>,
 }
 
-/// What the agent says of its node.
+/// What the agent says of its node; that the agent is lost, and that it is back, the operator says.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", default)]
 pub struct ModelNodeStatus {

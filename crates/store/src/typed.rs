@@ -106,6 +106,12 @@ pub trait Typed {
     /// it has one, must still be right.
     fn apply_status<K: Stored>(&self, object: &K) -> impl Future<Output = Result<K, StoreError>> + Send;
 
+    /// The same, if nobody has changed the object since it was read: for who writes what is another's to write.
+    fn apply_status_unchanged<K: Stored>(
+        &self,
+        object: &K,
+    ) -> impl Future<Output = Result<K, StoreError>> + Send;
+
     /// JSON merge patch on everything but the status, for example of labels or finalizers.
     fn merge<K: Stored>(
         &self,
@@ -188,11 +194,11 @@ impl<S: ClusterStore + ?Sized> Typed for S {
     }
 
     async fn apply_status<K: Stored>(&self, object: &K) -> Result<K, StoreError> {
-        let mut value = encode(object)?;
-        keep_meta(&mut value, &["name", "namespace", "uid"]);
-        if let Some(fields) = value.as_object_mut() {
-            fields.retain(|key, _| ["apiVersion", "kind", "metadata", "status"].contains(&key.as_str()));
-        }
+        decode(self.apply_status_object(K::KIND, status_of(object, &["name", "namespace", "uid"])?).await?)
+    }
+
+    async fn apply_status_unchanged<K: Stored>(&self, object: &K) -> Result<K, StoreError> {
+        let value = status_of(object, &["name", "namespace", "uid", "resourceVersion"])?;
         decode(self.apply_status_object(K::KIND, value).await?)
     }
 
@@ -241,6 +247,16 @@ impl<S: ClusterStore + ?Sized> Typed for S {
             }
         }
     }
+}
+
+/// An object with its status, this of its metadata, and nothing else.
+fn status_of<K: Stored>(object: &K, meta: &[&str]) -> Result<Value, StoreError> {
+    let mut value = encode(object)?;
+    keep_meta(&mut value, meta);
+    if let Some(fields) = value.as_object_mut() {
+        fields.retain(|key, _| ["apiVersion", "kind", "metadata", "status"].contains(&key.as_str()));
+    }
+    Ok(value)
 }
 
 /// Drops nulls on the way: an absent option is an absent field. And writes a whole number without a point: an API

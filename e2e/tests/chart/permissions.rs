@@ -119,6 +119,7 @@ fn the_operator_may_order_and_tell_and_nothing_else() {
             "watch modelreplicas.pilotlight.dev -A",
             "watch modelnodes.pilotlight.dev",
             "patch models.pilotlight.dev --subresource=status -A",
+            "patch modelnodes.pilotlight.dev --subresource=status",
             "delete modelreplicas.pilotlight.dev -A",
             "create events -A",
             "watch nodes",
@@ -133,7 +134,6 @@ fn the_operator_may_order_and_tell_and_nothing_else() {
         &[],
         &[
             "patch modelreplicas.pilotlight.dev --subresource=status -A",
-            "patch modelnodes.pilotlight.dev --subresource=status",
             "patch leases.coordination.k8s.io -n kube-node-lease",
             "update leases.coordination.k8s.io/other -n pilotlight-system",
         ],

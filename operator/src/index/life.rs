@@ -1,18 +1,18 @@
-//! Which nodes live: their agents renew a Lease; who does not for its duration is lost.
+//! Which leases are renewed: agents renew one each; who does not for its duration is lost.
 //!
 //! Clocks of machines differ, so a renewal counts from when it was seen. Only a lease that is seen for the first time
 //! is judged by its own time: after a restart of everything, agents that are long gone must not count as alive.
 //!
-//! A node without a lease is judged by its `Ready` condition alone.
+//! It deliberately does **not** judge nodes: the [roll call](crate::roll_call) does.
 
 use std::collections::{BTreeSet, HashMap};
 use std::time::Duration;
 
 use k8s_openapi::api::coordination::v1::Lease;
-use pilotlight_api::conditions::ConditionStatus;
 use pilotlight_api::node::lease_name;
-use pilotlight_api::{ConditionKind, ModelNode};
 use pilotlight_domain::{NodeName, Timestamp};
+
+use crate::roll_call::Lease as LeaseIs;
 
 /// Kubelet's, where a lease does not say.
 const DURATION_DEFAULT: Duration = Duration::from_secs(40);
@@ -56,13 +56,13 @@ impl Life {
         Some(name)
     }
 
-    /// Whether a node's agent is there.
-    pub(super) fn is_alive(&self, name: &NodeName, node: &ModelNode, now: Timestamp) -> bool {
-        let conditions = node.status.as_ref().map(|status| status.conditions.as_slice()).unwrap_or_default();
-        let ready = conditions.iter().find(|condition| condition.kind == ConditionKind::Ready);
-        let says_so = ready.is_none_or(|ready| ready.status == ConditionStatus::True);
-        let renews = self.leases.get(name).is_none_or(|seen| now < seen.until);
-        says_so && renews
+    /// What is known of a node's lease.
+    pub(super) fn lease(&self, name: &NodeName, now: Timestamp) -> LeaseIs {
+        match self.leases.get(name) {
+            None => LeaseIs::None,
+            Some(seen) if now < seen.until => LeaseIs::Renewed,
+            Some(_) => LeaseIs::RanOut,
+        }
     }
 
     pub(super) fn forget(&mut self, name: &NodeName) {
@@ -119,14 +119,12 @@ mod tests {
     #[test]
     fn a_renewal_counts_from_when_it_was_seen() {
         let (mut life, name) = (Life::default(), "n1".parse::<NodeName>().unwrap());
-        let alive = |life: &Life, now| {
-            life.is_alive(&"n1".parse().unwrap(), &ModelNode::new("n1", Default::default()), at(now))
-        };
-        assert!(alive(&life, 0), "no lease, no opinion");
+        let lease_is = |life: &Life, now| life.lease(&"n1".parse().unwrap(), at(now));
+        assert_eq!(lease_is(&life, 0), LeaseIs::None);
         assert_eq!(life.renewed(&lease(100), at(101)), Some(name.clone()));
         // This agent's clock is an hour behind; what counts is that it renews.
         assert_eq!(life.renewed(&lease(103), at(3703)), Some(name.clone()));
-        assert!(alive(&life, 3712) && !alive(&life, 3713));
+        assert_eq!((lease_is(&life, 3712), lease_is(&life, 3713)), (LeaseIs::Renewed, LeaseIs::RanOut));
         assert_eq!(life.renewed(&lease(103), at(3709)), None);
         assert_eq!((life.late(at(3712)), life.late(at(3713))), (vec![], vec![name]));
         assert_eq!(life.due(), None);
@@ -136,6 +134,6 @@ mod tests {
     fn a_lease_from_long_ago_is_no_sign_of_life() {
         let mut life = Life::default();
         life.renewed(&lease(100), at(500));
-        assert!(!life.is_alive(&"n1".parse().unwrap(), &ModelNode::new("n1", Default::default()), at(500)));
+        assert_eq!(life.lease(&"n1".parse().unwrap(), at(500)), LeaseIs::RanOut);
     }
 }

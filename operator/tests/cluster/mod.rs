@@ -15,8 +15,8 @@ use pilotlight_api::explain::Explanation;
 use pilotlight_api::model::{Resolved, Source};
 use pilotlight_api::node::{DeviceStatus, LEASE_NAMESPACE, TierStatus, lease_name};
 use pilotlight_api::{
-    ConditionKind, Hold, Model, ModelNode, ModelPhase, ModelReplica, ModelReplicaStatus, ModelSpec, Reason,
-    ReplicaPhase,
+    Condition, ConditionKind, Hold, Model, ModelNode, ModelPhase, ModelReplica, ModelReplicaStatus,
+    ModelSpec, Reason, ReplicaPhase,
 };
 use pilotlight_domain::{ByteCount, ModelName, Timestamp};
 use pilotlight_kit::Stop;
@@ -234,6 +234,21 @@ impl Cluster {
         self.store.apply_status(&node).await.unwrap();
     }
 
+    /// A node's agent says whether it is there.
+    pub(crate) async fn agent_of(&self, node: &str, status: ConditionStatus, reason: Reason) {
+        let mut node = self.store.get::<ModelNode>("", node).await.unwrap();
+        let ready = Condition {
+            kind: ConditionKind::Ready,
+            status,
+            reason,
+            message: String::new(),
+            last_transition_time: pilotlight_kit::clock::rfc3339(self.clock.now()),
+            observed_generation: 0,
+        };
+        node.status.as_mut().unwrap().conditions = vec![ready];
+        self.store.apply_status(&node).await.unwrap();
+    }
+
     /// Renewed now, for ten seconds.
     pub(crate) async fn lease(&self, node: &str) {
         let micros = i64::try_from(self.clock.now().as_micros()).unwrap();
@@ -391,6 +406,30 @@ impl Cluster {
                 conditions.unwrap_or_default().iter().any(|c| c.kind == kind && c.status == status)
             };
             all.iter().filter(|model| model.metadata.name.as_deref() == Some(name)).find(is).cloned()
+        })
+        .await
+    }
+
+    /// Lets time pass until a node is not heard of: its last renewal counts from when the operator saw it.
+    pub(crate) async fn lease_runs_out(&self, name: &str) -> ModelNode {
+        for _ in 0..100 {
+            self.pass(11).await;
+            let lost = self.node_is(name, ConditionStatus::Unknown);
+            if let Ok(lost) = tokio::time::timeout(Duration::from_secs(1), lost).await {
+                return lost;
+            }
+        }
+        panic!("{name} was never lost")
+    }
+
+    pub(crate) async fn node_is(&self, name: &str, status: ConditionStatus) -> ModelNode {
+        self.until(&format!("the agent of {name} to be {status:?}"), |all: &[ModelNode]| {
+            let is = |node: &&ModelNode| {
+                let conditions = node.status.as_ref().map(|status| status.conditions.as_slice());
+                let ready = conditions.unwrap_or_default().iter().find(|c| c.kind == ConditionKind::Ready);
+                ready.is_some_and(|ready| ready.status == status)
+            };
+            all.iter().filter(|node| node.metadata.name.as_deref() == Some(name)).find(is).cloned()
         })
         .await
     }
