@@ -60,12 +60,14 @@ fn open_to_all() -> Up {
     up
 }
 
-/// An `up` for errors: with a key for every model and one for none of these, and with `demo`, which is cold, `asleep`,
+/// An `up` for errors: with a key for every model, one for none of these and one for 20 requests a minute, and with `demo`, which is cold, `asleep`,
 /// which is suspended, and `hasty`, which gives an answer one second.
 struct Guarded {
     up: Up,
     key: String,
     limited: String,
+    /// Over its limit soon.
+    brief: String,
     _files: tempfile::TempDir,
 }
 
@@ -78,8 +80,10 @@ impl Guarded {
             (made["key"].as_str().unwrap().to_owned(), made["entry"].clone())
         };
         let (all, none) = (new_key(&["alice"]), new_key(&["bob", "--model", "none"]));
+        let mut brief = new_key(&["carol"]);
+        brief.1["requestsPerMinute"] = json!(20);
         let keys = files.path().join("keys.yaml");
-        std::fs::write(&keys, json!([all.1, none.1]).to_string()).unwrap();
+        std::fs::write(&keys, json!([all.1, none.1, brief.1]).to_string()).unwrap();
         let up = Up::start(&["--api-keys", keys.to_str().unwrap()]);
         let mut asleep = model("asleep", &demo_model(), json!({}));
         asleep["spec"]["suspend"] = json!(true);
@@ -87,7 +91,7 @@ impl Guarded {
         let mut hasty = model("hasty", &long_model(files.path()), json!({}));
         hasty["spec"]["routing"] = json!({ "requestTimeoutSeconds": 1 });
         up.apply(&[model("demo", &demo_model(), json!({})), asleep, hasty]);
-        Guarded { up, key: all.0, limited: none.0, _files: files }
+        Guarded { up, key: all.0, limited: none.0, brief: brief.0, _files: files }
     }
 }
 
@@ -112,9 +116,9 @@ async fn the_node_sdk_is_served() {
 #[tokio::test]
 async fn the_python_sdk_knows_the_errors_and_tries_again_when_told() {
     let Some(clients) = installed() else { return };
-    let Guarded { up, key, limited, _files } = Guarded::start();
+    let Guarded { up, key, limited, brief, _files } = Guarded::start();
     let mut python = Command::new(clients.join("python/bin/python"));
-    python.arg(scripts().join("python/errors.py")).args([&up.url, &key, &limited]);
+    python.arg(scripts().join("python/errors.py")).args([&up.url, &key, &limited, &brief]);
     passes(&up, &mut python).await;
     up.stop();
 }
@@ -122,9 +126,10 @@ async fn the_python_sdk_knows_the_errors_and_tries_again_when_told() {
 #[tokio::test]
 async fn the_node_sdk_knows_the_errors_and_tries_again_when_told() {
     let Some(clients) = installed() else { return };
-    let Guarded { up, key, limited, _files } = Guarded::start();
+    let Guarded { up, key, limited, brief, _files } = Guarded::start();
     let mut node = Command::new("node");
-    node.arg(scripts().join("node/errors.mjs")).arg(&up.url).arg(clients.join("node")).args([&key, &limited]);
+    node.arg(scripts().join("node/errors.mjs")).arg(&up.url).arg(clients.join("node"));
+    node.args([&key, &limited, &brief]);
     passes(&up, &mut node).await;
     up.stop();
 }
@@ -173,7 +178,7 @@ async fn curl_sees_every_error_as_the_contract_has_it() {
     if !has_curl() {
         return;
     }
-    let Guarded { up, key, limited, _files } = Guarded::start();
+    let Guarded { up, key, limited, _files, .. } = Guarded::start();
     let large = up.data_dir.join("large.json");
     std::fs::write(&large, vec![b' '; (16 << 20) + 1]).unwrap();
     let large = format!("@{}", large.display());

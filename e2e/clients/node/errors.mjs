@@ -1,11 +1,11 @@
 // The OpenAI SDK for Node where requests are refused, and where it tries again of its own accord.
 //
-// errors.mjs URL SDK KEY LIMITED, with keys on: KEY may use every model, LIMITED none of these. `demo` is cold,
-// `asleep` is suspended, `hasty` gives an answer one second.
+// errors.mjs URL SDK KEY LIMITED BRIEF, with keys on: KEY may use every model, LIMITED none of these, BRIEF may ask 20
+// times a minute. `demo` is cold, `asleep` is suspended, `hasty` gives an answer one second.
 import assert from "node:assert/strict";
 import { createRequire } from "node:module";
 
-const [url, installed, key, limited] = process.argv.slice(2);
+const [url, installed, key, limited, brief] = process.argv.slice(2);
 const { default: OpenAI } = createRequire(`${installed}/package.json`)("openai");
 const ask = { model: "demo", prompt: "ROMEO:", max_tokens: 16, temperature: 0 };
 const endless = { ...ask, model: "hasty", max_tokens: 8000, ignore_eos: true };
@@ -80,6 +80,32 @@ const answer = await patient.completions.create(ask);
 assert.equal(answer.usage.completion_tokens, 16);
 assert(sent.length >= 2, `${sent}`);
 waitedAsTold();
+
+// A key over its limit is told when there is room again, and the SDK comes back then.
+const carol = client({ apiKey: brief });
+const over = async () => {
+  // What it asks for is refused at once.
+  for (let asked = 0; asked < 500; asked += 1) {
+    const error = await carol.completions.create(asleep).then(() => assert.fail("no error"), (error) => error);
+    if (error instanceof OpenAI.RateLimitError) return error;
+    assert.equal(error.constructor, OpenAI.InternalServerError, `${error.stack}`);
+  }
+  return assert.fail("no RateLimitError");
+};
+const limit = await over();
+assert.deepEqual([limit.status, limit.code, limit.type], [429, "rate_limit_exceeded", "rate_limit_error"]);
+assert(Number(limit.headers.get("retry-after")) >= 1 && Number(limit.headers.get("retry-after")) <= 5);
+// A slow machine may have made room before the first try.
+let cameBack = false;
+for (let round = 0; round < 10 && !cameBack; round += 1) {
+  await over();
+  [sent, came] = [[], []];
+  const answer = await client({ apiKey: brief, maxRetries: 5 }).completions.create(ask);
+  assert.equal(answer.usage.completion_tokens, 16);
+  waitedAsTold();
+  cameBack = sent.length > 1;
+}
+assert(cameBack, "it never had to come back");
 
 // Time-outs of the client's own, tried again too; and the server's, told in the middle of a stream.
 const impatient = client({ timeout: 50, maxRetries: 1 });

@@ -1,7 +1,7 @@
 """The OpenAI SDK for Python where requests are refused, and where it tries again of its own accord.
 
-errors.py URL KEY LIMITED, with keys on: KEY may use every model, LIMITED none of these. `demo` is cold, `asleep` is
-suspended, `hasty` gives an answer one second.
+errors.py URL KEY LIMITED BRIEF, with keys on: KEY may use every model, LIMITED none of these, BRIEF may ask 20 times a
+minute. `demo` is cold, `asleep` is suspended, `hasty` gives an answer one second.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import time
 
 import openai
 
-url, key, limited = sys.argv[1:]
+url, key, limited, brief = sys.argv[1:]
 ask = {"model": "demo", "prompt": "ROMEO:", "max_tokens": 16, "temperature": 0}
 endless = {"max_tokens": 8000, "extra_body": {"ignore_eos": True}}
 sent, came = [], []
@@ -77,6 +77,37 @@ patient = client.with_options(max_retries=20, default_headers={"x-pilotlight-col
 answer = patient.completions.create(**ask)
 assert answer.usage.completion_tokens == 16 and len(sent) >= 2, (answer, sent)
 waited_as_told()
+
+# A key over its limit is told when there is room again, and the SDK comes back then.
+carol = client.with_options(api_key=brief)
+
+
+def over():
+    """Asks until it is too much; what it asks for is refused at once."""
+    for _ in range(500):
+        try:
+            carol.completions.create(**{**ask, **asleep})
+        except openai.RateLimitError as error:
+            return error
+        except openai.InternalServerError:
+            pass
+    raise AssertionError("no RateLimitError")
+
+
+error = over()
+assert (error.status_code, error.code, error.type) == (429, "rate_limit_exceeded", "rate_limit_error"), error
+assert 1 <= int(error.response.headers["retry-after"]) <= 5, error.response.headers
+for _ in range(10):
+    over()
+    sent.clear(), came.clear()
+    answer = carol.with_options(max_retries=5).completions.create(**ask)
+    assert answer.usage.completion_tokens == 16, answer
+    waited_as_told()
+    # A slow machine may have made room before the first try.
+    if len(sent) > 1:
+        break
+else:
+    raise AssertionError("it never had to come back")
 
 # Time-outs of the client's own, tried again too; and the server's, told in the middle of a stream.
 impatient = client.with_options(timeout=0.05, max_retries=1)
