@@ -39,8 +39,8 @@ async fn collector() -> (String, Arc<Mutex<Vec<Value>>>) {
     (url, spans)
 }
 
-async fn ask(up: &Up, flags: &str) {
-    let body = json!({ "model": "demo", "prompt": "ROMEO:", "max_tokens": 8, "temperature": 0 });
+async fn ask(up: &Up, model: &str, flags: &str) {
+    let body = json!({ "model": model, "prompt": "ROMEO:", "max_tokens": 8, "temperature": 0 });
     let request = http::Request::post(format!("{}/v1/completions", up.url))
         .header("content-type", "application/json")
         .header("traceparent", format!("00-{TRACE}-{CLIENT}-{flags}"))
@@ -56,11 +56,11 @@ async fn ask(up: &Up, flags: &str) {
 async fn a_cold_request_is_one_trace_from_client_to_worker() {
     let (url, spans) = collector().await;
     let up = Up::start(&["--otlp", &url]);
-    up.apply(&[model("demo", &demo_model(), json!({}))]);
+    up.apply(&["demo", "other"].map(|name| model(name, &demo_model(), json!({}))));
     // The client of this one does not want to be traced.
-    ask(&up, "00").await;
-    ask(&up, "01").await;
-    let wanted = ["request", "hold", "upstream", "session", "load", "prefill", "decode"];
+    ask(&up, "demo", "00").await;
+    ask(&up, "other", "01").await;
+    let wanted = ["request", "hold", "wake", "decide", "upstream", "session", "load", "prefill", "decode"];
     let deadline = Instant::now() + PATIENCE;
     let spans: BTreeMap<String, Value> = loop {
         let had = spans.lock().unwrap().clone();
@@ -79,6 +79,8 @@ async fn a_cold_request_is_one_trace_from_client_to_worker() {
     assert_eq!(parent("request"), CLIENT);
     for (name, above) in [
         ("hold", "request"),
+        ("wake", "hold"),
+        ("decide", "wake"),
         ("upstream", "request"),
         ("session", "upstream"),
         ("load", "session"),

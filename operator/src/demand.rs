@@ -93,6 +93,7 @@ mod tests {
             held: *held,
             quiet_seconds: None,
             cold_starts: Vec::new(),
+            traceparent: None,
         });
         DemandReport { router: router.into(), models: models.collect() }
     }

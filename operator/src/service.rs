@@ -24,6 +24,7 @@ use pilotlight_domain::plan::{Plan, Step, plan_some};
 use pilotlight_domain::view::{Hold, Placed};
 use pilotlight_domain::{ModelName, NodeName, Timestamp};
 use pilotlight_kit::clock::Clock;
+use pilotlight_kit::trace::Span;
 use pilotlight_kit::{Backoff, Readiness, Stop};
 use pilotlight_store::{ClusterStore, Filter, Reflected, Typed as _, Verdict, reflect};
 use prometheus::Registry;
@@ -144,7 +145,7 @@ struct Service {
     costs: BTreeMap<ModelName, Costs>,
     shown: Shown,
     /// When the wake of a model without an order to serve came in.
-    wakes: BTreeMap<ModelName, Instant>,
+    wakes: BTreeMap<ModelName, Wake>,
     /// Routers that wait for an answer, with the models they asked for.
     answers: Vec<(BTreeSet<ModelName>, oneshot::Sender<DemandAnswer>)>,
     /// Who waits for a model to be ordered to a node.
@@ -154,6 +155,23 @@ struct Service {
     retry_at: Option<Instant>,
     /// Models whose status may have changed.
     seen: Touched,
+}
+
+/// A wake until its order is written.
+struct Wake {
+    arrived: Instant,
+    /// The operator's part of the trace of the request that woke.
+    span: Span,
+}
+
+impl Wake {
+    fn new(demand: &ModelDemand, arrived: Instant) -> Wake {
+        let told = demand.traceparent.as_deref();
+        let span = told.map(|told| Span::begin("decide", Some(told)).since(arrived.elapsed()));
+        let span = span.unwrap_or_default();
+        span.set("pilotlight.model", &demand.model);
+        Wake { arrived, span }
+    }
 }
 
 /// One thing that happened.
@@ -285,7 +303,7 @@ impl Service {
                 self.costs.entry(model.model.clone()).or_default().add(cold_start);
             }
             if model.held > 0 && !self.serves(&model.model) {
-                self.wakes.entry(model.model.clone()).or_insert(arrived);
+                self.wakes.entry(model.model.clone()).or_insert_with(|| Wake::new(model, arrived));
             }
         }
         let quiet = |model: &ModelDemand| {
@@ -433,7 +451,7 @@ impl Service {
             Step::Order(order) => {
                 let generation = self.index.next_generation(&order.node, now);
                 let woken = self.wakes.get(&order.model).filter(|_| order.hold.serves());
-                let decide = woken.map_or(Duration::ZERO, Instant::elapsed);
+                let decide = woken.map_or(Duration::ZERO, |wake| wake.arrived.elapsed());
                 let model = self.index.model(&order.model)?;
                 let replica = render(&order, model, generation, decide);
                 Some(Write::Apply(Box::new(order), Box::new(replica)))
@@ -452,8 +470,10 @@ impl Service {
             Written::Applied(order, replica) => {
                 if let (Hold::Serve(_), Some(from)) = (order.hold, order.from) {
                     self.metrics.placement(from);
-                    if let Some(arrived) = self.wakes.remove(&order.model) {
+                    if let Some(Wake { arrived, span }) = self.wakes.remove(&order.model) {
                         self.metrics.wake.observe(arrived.elapsed().as_secs_f64());
+                        span.set("pilotlight.node", &order.node);
+                        span.set("pilotlight.reason", &order.reason);
                     }
                 }
                 let touched = self.index.put_replica(*replica, now);

@@ -34,6 +34,9 @@ pub struct ModelDemand {
     /// Cold starts that ended since the last report.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub cold_starts: Vec<ColdStartReport>,
+    /// The span of the request that woke it, in W3C's form, if that is traced.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub traceparent: Option<String>,
 }
 
 /// The operator's answer.

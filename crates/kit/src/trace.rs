@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! client ─traceparent─► router: request ─ hold ─ wake        (a span ends when it is dropped)
+//!                              │            └─traceparent─► operator: decide
 //!                              └ upstream ─traceparent─► agent: session ─ load, prefill, decode, move
 //! ended spans ─bounded channel─► one task ─POST /v1/traces─► collector
 //! ```

@@ -51,6 +51,7 @@ pub(crate) fn report(models: &[(&str, u32, u32)]) -> DemandReport {
         held: *held,
         quiet_seconds: None,
         cold_starts: Vec::new(),
+        traceparent: None,
     });
     DemandReport { router: "router".into(), models: models.collect() }
 }

@@ -34,6 +34,8 @@ struct Account {
     ended: Option<Instant>,
     /// When the wake that is under way was first sent.
     wake_sent: Option<Instant>,
+    /// Of the request that wakes it.
+    traceparent: Option<String>,
     cold_starts: Vec<ColdStartReport>,
     /// Changed since the last report.
     changed: bool,
@@ -87,9 +89,12 @@ impl Ledger {
     }
 
     /// A session waits for a model without a ready replica. One wake is enough for all.
-    pub(super) fn wake(&mut self, model: &ModelName) {
-        let unsent = self.account(model).wake_sent.is_none();
-        self.urgent |= unsent;
+    pub(super) fn wake(&mut self, model: &ModelName, traceparent: Option<String>) {
+        let account = self.account(model);
+        if account.wake_sent.is_none() {
+            account.traceparent = account.traceparent.take().or(traceparent);
+            self.urgent = true;
+        }
     }
 
     pub(super) fn end(&mut self, model: &ModelName, stage: Stage, now: Instant) {
@@ -101,7 +106,7 @@ impl Ledger {
         };
         *count = count.saturating_sub(1);
         if account.held == 0 {
-            account.wake_sent = None;
+            (account.wake_sent, account.traceparent) = (None, None);
         }
         if !account.is_open() {
             account.ended = Some(now);
@@ -173,6 +178,7 @@ impl Ledger {
                 held,
                 quiet_seconds: quiet.map(|ended| now.saturating_duration_since(ended).as_secs_f64()),
                 cold_starts: account.cold_starts.clone(),
+                traceparent: account.traceparent.clone(),
             });
         }
         models.sort_by(|a, b| a.model.cmp(&b.model));
@@ -233,18 +239,21 @@ mod tests {
         ledger.begin(&model(), Stage::Body);
         ledger.begin(&model(), Stage::Held);
         assert_eq!(ledger.pending(), Some(Urgency::Soon));
-        ledger.wake(&model());
+        ledger.wake(&model(), Some("first".into()));
         assert_eq!(ledger.pending(), Some(Urgency::Now));
+        ledger.wake(&model(), Some("second".into()));
+        assert_eq!(ledger.report(now).models[0].traceparent.as_deref(), Some("first"));
         assert_eq!(told(&mut ledger, now), "m held 1 in flight 0 quiet None");
         ledger.answered();
         assert_eq!(ledger.pending(), Some(Urgency::Later));
         // Another one for the same wake.
-        ledger.wake(&model());
+        ledger.wake(&model(), None);
         assert_eq!(ledger.pending(), Some(Urgency::Soon));
         assert_eq!(ledger.wake_sent(&model()), Some(now));
         ledger.begin(&model(), Stage::InFlight);
         ledger.end(&model(), Stage::Held, now);
         assert_eq!((ledger.pending(), ledger.wake_sent(&model())), (Some(Urgency::Soon), None));
+        assert_eq!(ledger.report(now).models[0].traceparent, None);
         ledger.end(&model(), Stage::InFlight, now);
         assert_eq!(told(&mut ledger, now), "m held 0 in flight 1 quiet None");
         ledger.answered();

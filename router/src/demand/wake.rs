@@ -10,6 +10,7 @@ use std::time::Duration;
 use pilotlight_api::demand::{DemandAnswer, Refused};
 use pilotlight_api::model::ColdStartReport;
 use pilotlight_domain::ModelName;
+use pilotlight_kit::trace::Span;
 use pilotlight_kit::{Backoff, Stop};
 use tokio::sync::Notify;
 use tokio::time::Instant;
@@ -69,9 +70,9 @@ impl Demand {
         self.begin(model, Stage::Held)
     }
 
-    /// A session waits for a model without a ready replica.
-    pub(crate) fn wake(&self, model: &ModelName) {
-        self.change(|ledger| ledger.wake(model));
+    /// A session waits for a model without a ready replica; the operator's part of its trace comes below this span.
+    pub(crate) fn wake(&self, model: &ModelName, span: &Span) {
+        self.change(|ledger| ledger.wake(model, span.traceparent()));
     }
 
     fn begin(self: &Arc<Self>, model: &ModelName, stage: Stage) -> Session {

@@ -26,7 +26,7 @@ use super::session::{Begin, Session};
 use crate::demand;
 use crate::hold::{Entry, Place, Refusal};
 use crate::openai::{ApiError, Code, Dropped};
-use crate::sessions::{Ask, Entry as Told, State};
+use crate::sessions::{Entry as Told, State};
 use crate::stopwatch::Stopwatch;
 use crate::upstream::OpenError;
 
@@ -70,7 +70,6 @@ pub(super) struct Choice<'a> {
     session: demand::Session,
     /// What people are told.
     pub(super) entry: Told,
-    pub(super) asks: mpsc::Receiver<Box<Ask>>,
     out: mpsc::Sender<Box<Said>>,
 }
 
@@ -82,8 +81,8 @@ pub(super) async fn run(job: &Job, index: usize, admitted: &CancellationToken, o
     }
     let session = job.cx.demand.session(&job.model.name);
     let watch = Stopwatch::new(job.arrived);
-    let (entry, asks) = job.cx.sessions.begin(job.session_id(index), &job.request.model, &job.model.name);
-    let mut choice = Choice { job, index, watch, session, entry, asks, out };
+    let entry = job.cx.sessions.begin(job.session_id(index), &job.request.model, &job.model.name);
+    let mut choice = Choice { job, index, watch, session, entry, out };
     if let Err(error) = choice.run(admitted).await {
         choice.entry.is(State::Failed);
         let _client_gone = choice.say(None, What::Failed(error)).await;
@@ -103,8 +102,8 @@ impl Choice<'_> {
             self.watch.cold |= ticket.is_cold() && entry.turn.is_none();
             let hold = job.span.child("hold");
             let wake = ticket.is_cold().then(|| hold.child("wake"));
-            if ticket.is_cold() {
-                job.cx.demand.wake(&job.model.name);
+            if let Some(wake) = &wake {
+                job.cx.demand.wake(&job.model.name, wake);
             }
             let place = ticket.place().await;
             drop((wake, hold));

@@ -19,7 +19,7 @@ use std::time::Duration;
 use pilotlight_domain::Timestamp;
 use pilotlight_domain::replay::{Effect, Event, Kind, Opening, Policy, Replay, Report};
 use pilotlight_domain::session::{SessionEvent, SessionSpec};
-use tokio::sync::oneshot;
+use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
 
 use super::choice::{Choice, Outcome, What};
@@ -54,6 +54,8 @@ pub(super) struct Session<'c, 'a> {
     turn: usize,
     /// One for each that was accepted: bounded by the moves and recoveries of a session.
     homes: Vec<Home>,
+    /// What it is asked; and what it was asked and has not answered.
+    asks: mpsc::Receiver<Box<Ask>>,
     asked: Option<Asked>,
     /// Until the first token.
     served: Option<Box<Served>>,
@@ -88,6 +90,7 @@ impl<'c, 'a> Session<'c, 'a> {
         let place = &begin.opened.0;
         let accepting_since = place.accepting_since;
         let node = place.replica.node.clone();
+        let asks = choice.entry.listens();
         choice.entry.prompt(begin.prompt_ids.len());
         choice.entry.serves(&node, &begin.device, &begin.numerics);
         let home = Home { opening, node, device: begin.device, numerics: begin.numerics };
@@ -99,6 +102,7 @@ impl<'c, 'a> Session<'c, 'a> {
             legs: vec![Leg::opened(opening, begin.opened)],
             turn: 0,
             homes: vec![home],
+            asks,
             asked: None,
             served: Some(begin.served),
             accepting_since,
@@ -123,7 +127,7 @@ impl<'c, 'a> Session<'c, 'a> {
                         return outcome;
                     }
                 }
-                Some(ask) = self.choice.asks.recv() => {
+                Some(ask) = self.asks.recv() => {
                     if let Some(outcome) = self.take(*ask).await {
                         return outcome;
                     }
@@ -329,7 +333,7 @@ impl<'c, 'a> Session<'c, 'a> {
         let future: Pin<Box<dyn Future<Output = Result<Opened, NotOpened>> + Send>> = Box::pin(async move {
             let ticket = job.cx.gate.enter(&job.model.name, entry);
             if ticket.is_cold() {
-                job.cx.demand.wake(&job.model.name);
+                job.cx.demand.wake(&job.model.name, &job.span);
             }
             let place = ticket.place().await;
             open(job, place.map_err(|refusal| NotOpened::NoPlace(job.lost_for_good(refusal)))?, spec).await

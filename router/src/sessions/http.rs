@@ -186,11 +186,19 @@ pub(super) async fn move_to(record: &Record, to: &Arc<ReplicaView>) -> Result<Mo
     loop {
         tries += 1;
         let (answer, answered) = oneshot::channel();
-        let ended = || NotMoved { message: "the session ended before it could move".into(), soon: false };
-        if !record.ask(Ask::Move { to: to.clone(), answer }) && record.state().is_over() {
-            return Err(ended());
-        }
-        match answered.await.unwrap_or_else(|_| Err(ended())) {
+        // Not asked, or not answered: it did not listen yet, has enough to do, or has ended.
+        let unheard = || match record.state() {
+            super::record::State::Held => NotMoved {
+                message: "the session waits for its model: it moves once it has begun".into(),
+                soon: true,
+            },
+            state if state.is_over() => {
+                NotMoved { message: "the session ended before it could move".into(), soon: false }
+            }
+            _ => NotMoved { message: "the session is busy".into(), soon: true },
+        };
+        record.ask(Ask::Move { to: to.clone(), answer });
+        match answered.await.unwrap_or_else(|_| Err(unheard())) {
             Err(why) if why.soon && tries < TRIES => tokio::time::sleep(AGAIN_AFTER).await,
             answer => return answer,
         }

@@ -80,8 +80,6 @@ pub(crate) struct Record {
     pub(crate) model: ModelName,
     generated: AtomicU32,
     facts: Mutex<Facts>,
-    /// Boxed: a channel makes room for 32 at once.
-    asks: mpsc::Sender<Box<Ask>>,
 }
 
 #[derive(Clone, Debug)]
@@ -93,6 +91,9 @@ struct Facts {
     class: String,
     prompt_tokens: u32,
     moves: Vec<Move>,
+    /// To its task, from when a worker has it until its end: who is held does without. Boxed: a channel makes room for
+    /// 32 at once.
+    asks: Option<mpsc::Sender<Box<Ask>>>,
     /// Number of the table's change that this one's last change was.
     changed: u64,
 }
@@ -148,9 +149,10 @@ impl Record {
         self.facts().changed > number
     }
 
-    /// Asks its task; false: it does not listen any more, or has enough to do.
+    /// Asks its task; false: it does not listen yet or any more, or has enough to do.
     pub(crate) fn ask(&self, ask: Ask) -> bool {
-        self.asks.try_send(Box::new(ask)).is_ok()
+        let asks = self.facts().asks.clone();
+        asks.is_some_and(|asks| asks.try_send(Box::new(ask)).is_ok())
     }
 }
 
@@ -185,13 +187,7 @@ impl Sessions {
     }
 
     /// A session begins. It ends with the entry.
-    pub(crate) fn begin(
-        self: &Arc<Self>,
-        id: SessionId,
-        label: &str,
-        model: &ModelName,
-    ) -> (Entry, mpsc::Receiver<Box<Ask>>) {
-        let (asks, asked) = mpsc::channel(ASKS);
+    pub(crate) fn begin(self: &Arc<Self>, id: SessionId, label: &str, model: &ModelName) -> Entry {
         let facts = Facts {
             state: State::Held,
             node: String::new(),
@@ -199,6 +195,7 @@ impl Sessions {
             class: String::new(),
             prompt_tokens: 0,
             moves: Vec::new(),
+            asks: None,
             changed: self.changed(),
         };
         let record = Arc::new(Record {
@@ -207,11 +204,10 @@ impl Sessions {
             model: model.clone(),
             generated: AtomicU32::new(0),
             facts: Mutex::new(facts),
-            asks,
         });
         // Of two with one id, which clients may give, the later one is told of.
         self.table().records.insert(id, record.clone());
-        (Entry { record, sessions: self.clone() }, asked)
+        Entry { record, sessions: self.clone() }
     }
 
     pub(crate) fn get(&self, id: &str) -> Option<Arc<Record>> {
@@ -299,6 +295,13 @@ impl Entry {
         }
     }
 
+    /// From here on it may be asked things.
+    pub(crate) fn listens(&self) -> mpsc::Receiver<Box<Ask>> {
+        let (asks, asked) = mpsc::channel(ASKS);
+        self.record.facts().asks = Some(asks);
+        asked
+    }
+
     pub(crate) fn prompt(&self, tokens: usize) {
         self.change(|facts| facts.prompt_tokens = u32::try_from(tokens).unwrap_or(u32::MAX));
     }
@@ -332,6 +335,7 @@ impl Drop for Entry {
         if !self.record.state().is_over() {
             self.is(State::Cancelled);
         }
+        self.record.facts().asks = None;
         let now = self.sessions.clock.now();
         let mut table = self.sessions.table();
         table.ended.push_back((now, self.record.clone()));
@@ -353,7 +357,7 @@ mod tests {
     #[test]
     fn an_ended_session_is_told_of_for_ten_minutes() {
         let (clock, sessions, model) = world();
-        let (entry, _asked) = sessions.begin("a".parse().unwrap(), "m", &model);
+        let entry = sessions.begin("a".parse().unwrap(), "m", &model);
         entry.serves("n1", "cpu", "c");
         entry.token();
         assert_eq!(sessions.at("n1").len(), 1);
@@ -369,8 +373,8 @@ mod tests {
     #[test]
     fn ended_sessions_are_bounded_and_an_id_may_come_again() {
         let (_clock, sessions, model) = world();
-        let (old, _) = sessions.begin("a".parse().unwrap(), "m", &model);
-        let (new, _) = sessions.begin("a".parse().unwrap(), "m", &model);
+        let old = sessions.begin("a".parse().unwrap(), "m", &model);
+        let new = sessions.begin("a".parse().unwrap(), "m", &model);
         drop(old);
         for n in 0..ENDED_MAX + 5 {
             drop(sessions.begin(format!("s{n}").parse().unwrap(), "m", &model));
