@@ -11,7 +11,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 
 use crate::args::{DemoArgs, NodeArgs};
-use crate::commands::chat;
+use crate::commands::{chat, explain};
 use crate::failure::Failure;
 use crate::output::print;
 use crate::server::{Server, store};
@@ -176,16 +176,6 @@ fn for_people(report: &Report) -> String {
         report.ttft_seconds * 1000.0,
         report.served_by
     );
-    let about = |phase| match phase {
-        Phase::Hold => "held in the router",
-        Phase::Decide => "the operator chose a node",
-        Phase::Order => "the agent accepted the order",
-        Phase::Fetch => "source to disk, converted and verified",
-        Phase::Read => "disk to host memory, verified",
-        Phase::Copy => "host memory to the device",
-        Phase::Warm => "until the worker took the session",
-        Phase::Prefill => "the prompt, up to the first token",
-    };
     for phase in Phase::ALL {
         let seconds = report.phases.get(phase);
         if seconds > 0.0 {
@@ -193,7 +183,7 @@ fn for_people(report: &Report) -> String {
                 "  {:<8} {:>8.1} ms   {}\n",
                 phase.as_str(),
                 seconds * 1000.0,
-                about(phase)
+                explain::about(phase)
             ));
         }
     }
