@@ -4,6 +4,7 @@
 //! agent with the one of its node's pod: what they may not do in a cluster they may not do here.
 #![allow(
     dead_code,
+    unused_imports,
     unreachable_pub,
     clippy::unwrap_used,
     clippy::disallowed_methods,
