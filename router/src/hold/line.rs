@@ -64,7 +64,7 @@ pub(crate) struct Entry {
     pub(crate) turn: Option<Turn>,
     /// The replicas of such tries.
     pub(crate) avoid: Vec<ReplicaKey>,
-    /// The numerics class in which it began, if it has.
+    /// The numerics class in which it was computed last, if it was.
     pub(crate) class: Option<String>,
     /// What went wrong then; told if its budget ends.
     pub(crate) note: Option<String>,
