@@ -200,17 +200,11 @@ async fn bad_sources_are_told_by_a_condition_and_by_http() {
         let (status, answer) = up.post("/v1/completions", &json!({ "model": name, "prompt": "x" })).await;
         assert_eq!(status, 503, "{name}: {answer:#}");
         assert!(answer["error"]["message"].as_str().unwrap().contains(words), "{name}: {answer:#}");
-        let model = up
-            .until(name, "a False condition", |m| {
-                m["status"]["conditions"]
-                    .as_array()
-                    .is_some_and(|all| all.iter().any(|c| c["status"] == "False"))
-            })
-            .await;
-        let told = model["status"]["conditions"].as_array().unwrap().iter().any(|c| {
+        let tells = |c: &Value| {
             c["status"] == "False" && c["message"].as_str().is_some_and(|text| text.contains(words))
-        });
-        assert!(told, "{name}: {model:#}");
+        };
+        let told = |m: &Value| m["status"]["conditions"].as_array().is_some_and(|all| all.iter().any(tells));
+        up.until(name, "a False condition that says it", told).await;
     }
     up.stop();
 }
