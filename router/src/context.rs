@@ -5,6 +5,7 @@ use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::Duration;
 
 use axum::http::HeaderMap;
+use pilotlight_domain::ModelName;
 use pilotlight_kit::clock::Clock;
 use tokio::sync::watch;
 use tokio_util::task::TaskTracker;
@@ -57,8 +58,8 @@ impl Context {
     }
 
     /// The cluster changed: the index first, then the lines that wait for it. Both under the index's lock, so that a
-    /// model that can be resolved has a line.
-    pub(crate) fn told(&self, change: impl FnOnce(&mut Registry) -> Changes) {
+    /// model that can be resolved has a line. Gives the replicas that began to leave.
+    pub(crate) fn told(&self, change: impl FnOnce(&mut Registry) -> Changes) -> Vec<(ModelName, String)> {
         let mut registry = self.registry_mut();
         let changes = change(&mut registry);
         for model in &changes.models {
@@ -71,6 +72,7 @@ impl Context {
             self.sessions.node_lost(node);
         }
         self.changes.send_modify(|n| *n += 1);
+        changes.leaving
     }
 
     /// Before a name is called unknown: asks the store, and waits, not long, for the index to learn what the store

@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use http::HeaderName;
 use pilotlight_api::conditions::ConditionStatus;
-use pilotlight_api::model::{ColdStartPolicy, Strategy, Task as ApiTask, Visibility};
+use pilotlight_api::model::{ColdStartPolicy, Migration, MoveCause, Strategy, Task as ApiTask, Visibility};
 use pilotlight_api::replica::Device;
 use pilotlight_api::{ConditionKind, Hold, Model, ModelNode, ModelPhase, ModelReplica, Reason, ReplicaPhase};
 use pilotlight_domain::ModelName;
@@ -62,6 +62,8 @@ pub(crate) struct ModelView {
     /// Of requests that name none.
     pub(crate) priority: i32,
     pub(crate) visibility: Visibility,
+    /// Its sessions move away from a replica that goes.
+    moves: bool,
 }
 
 /// Whether a model may be asked at all.
@@ -110,6 +112,8 @@ pub(crate) struct ReplicaView {
     accepts: bool,
     /// They would not wait.
     pub(crate) ready: bool,
+    /// It stops serving: no new sessions, and those that are there have until its deadline.
+    leaving: bool,
     /// Sessions at once; 0: not known yet.
     pub(crate) slots: u32,
     /// From the wake's arrival at the operator to the order.
@@ -141,6 +145,8 @@ pub(crate) struct Changes {
     pub(crate) failures: Vec<(ModelName, String)>,
     /// Nodes whose agent is not heard of any more.
     pub(crate) nodes_lost: Vec<String>,
+    /// Replicas that stop serving since just now, by model and node.
+    pub(crate) leaving: Vec<(ModelName, String)>,
 }
 
 /// See the module.
@@ -196,6 +202,13 @@ impl Registry {
         let keys = self.by_model.get(model).into_iter().flatten();
         let replicas = keys.filter_map(|key| self.replicas.get(key)).filter(serves).cloned().collect();
         Some(Standing { verdict: view.verdict.clone(), terms: view.terms, balance: view.balance, replicas })
+    }
+
+    /// Whether a model's replica on that node stops serving, and the sessions there shall move.
+    pub(crate) fn is_left(&self, model: &ModelName, node: &str) -> bool {
+        let keys = self.by_model.get(model).into_iter().flatten();
+        let mut there = keys.filter_map(|key| self.replicas.get(key)).filter(|r| r.node == node);
+        self.models.get(model).is_some_and(|model| model.moves) && there.any(|r| r.leaving)
     }
 
     /// Whether such a node has been heard of.
@@ -303,6 +316,7 @@ impl Registry {
                     view.classify(&self.classes);
                     changes.models.insert(view.model.clone());
                     note_failure(before.get(&view.key), &view, &mut changes);
+                    note_leaving(before.get(&view.key), &view, &mut changes);
                     self.put_replica(view);
                 }
             }
@@ -315,6 +329,7 @@ impl Registry {
                 }
                 changes.models.insert(view.model.clone());
                 note_failure(before, &view, &mut changes);
+                note_leaving(before, &view, &mut changes);
                 self.put_replica(view);
             }
             Reflected::Deleted(replica) => {
@@ -372,7 +387,7 @@ impl Registry {
         }
         let models = self.replicas.values().filter(|r| changed.contains(&r.node)).map(|r| r.model.clone());
         let nodes_lost = self.nodes_lost.difference(&before).cloned().collect();
-        Changes { models: models.collect(), failures: Vec::new(), nodes_lost }
+        Changes { models: models.collect(), nodes_lost, ..Changes::default() }
     }
 
     fn put_replica(&mut self, view: ReplicaView) {
@@ -430,6 +445,7 @@ impl ReplicaView {
             endpoint: "http://agent".into(),
             accepts: true,
             ready,
+            leaving: false,
             slots,
             decide: Duration::ZERO,
             failed: None,
@@ -450,6 +466,12 @@ fn note_failure(before: Option<&Arc<ReplicaView>>, view: &ReplicaView, changes: 
         && before.and_then(|b| b.failed.as_ref()).is_none_or(|(g, _)| g != generation)
     {
         changes.failures.push((view.model.clone(), message.clone()));
+    }
+}
+
+fn note_leaving(before: Option<&Arc<ReplicaView>>, view: &ReplicaView, changes: &mut Changes) {
+    if view.leaving && before.is_none_or(|before| !before.leaving) {
+        changes.leaving.push((view.model.clone(), view.node.clone()));
     }
 }
 
@@ -507,8 +529,15 @@ fn model_view(model: &Model) -> Option<ModelView> {
         session_header: spec.routing.session_header.parse().ok(),
         priority: spec.priority,
         visibility: spec.access.visibility,
+        moves: moves(&spec.migration),
         name,
     })
+}
+
+/// An order that ends does not say whether its node is drained or fewer replicas are wanted: either wish is enough.
+fn moves(migration: &Migration) -> bool {
+    let wished = [MoveCause::Drain, MoveCause::ScaleDown];
+    migration.enabled && migration.on.iter().any(|cause| wished.contains(cause))
 }
 
 /// A status that speaks of an older spec says nothing of this one.
@@ -560,11 +589,12 @@ fn replica_view(replica: &ModelReplica) -> Option<ReplicaView> {
     let accepted = status.order_generation >= spec.order_generation;
     // A newer order to go on serving is no interruption.
     let serves_on = status.phase == ReplicaPhase::Ready && !status.serving_on.is_empty();
-    let leaving = spec.drain_deadline.is_some() || replica.metadata.deletion_timestamp.is_some();
+    let leaving = spec.drain_deadline.is_some();
     use ReplicaPhase::{Failed, Loading, Pending, Ready, Staging};
     let accepts = serving_order
         && (accepted || serves_on)
         && !leaving
+        && replica.metadata.deletion_timestamp.is_none()
         && !status.endpoint.is_empty()
         && matches!(status.phase, Pending | Staging | Loading | Ready);
     let failed = serving_order && accepted && status.phase == Failed;
@@ -578,6 +608,7 @@ fn replica_view(replica: &ModelReplica) -> Option<ReplicaView> {
         ready: accepts && status.phase == Ready,
         slots: status.slots,
         decide: Duration::try_from_secs_f64(spec.decide_seconds).unwrap_or_default(),
+        leaving,
         failed: failed.then(|| (status.order_generation, format!("{reason}{}", status.message))),
         endpoint: status.endpoint,
         serving_on: status.serving_on,

@@ -21,7 +21,7 @@ use crate::lookup::Lookup;
 use crate::metrics::Metrics;
 use crate::registry::Registry;
 use crate::serve::Reading;
-use crate::sessions::Sessions;
+use crate::sessions::{self, Sessions};
 use crate::settings::Config;
 use crate::upstream::Agents;
 
@@ -147,11 +147,15 @@ impl Router {
         let mut replicas = reflect::<ModelReplica>(self.store.clone(), Filter::all());
         let mut nodes = reflect::<ModelNode>(self.store.clone(), Filter::all());
         loop {
-            tokio::select! {
+            let leaving = tokio::select! {
                 Some(told) = models.next() => self.cx.told(|registry| registry.on_model(told)),
                 Some(told) = replicas.next() => self.cx.told(|registry| registry.on_replica(told)),
                 Some(told) = nodes.next() => self.cx.told(|registry| registry.on_node(&told)),
                 else => return,
+            };
+            // One task for each replica that goes, while sessions are there.
+            for (model, node) in leaving {
+                self.cx.tasks.spawn(sessions::leave(self.cx.clone(), model, node));
             }
             if self.cx.registry().is_complete() {
                 self.ready.send_if_modified(|ready| {

@@ -10,5 +10,6 @@ mod drain;
 mod http;
 mod record;
 
+pub(crate) use drain::leave;
 pub(crate) use http::routes;
 pub(crate) use record::{Ask, Entry, Move, NotMoved, Sessions, State};

@@ -323,6 +323,32 @@ async fn moves(from: &FakeAgent, to: &FakeAgent, source: &FakeSession) -> FakeSe
 }
 
 #[tokio::test]
+async fn sessions_leave_a_replica_whose_order_ends() {
+    let (world, a, b, stream, source) = two_nodes().await;
+    world.ends("m", "n1").await;
+    let target = within(moves(&a, &b, &source)).await;
+    target.done(FinishReason::Stop).await;
+    assert_eq!(text_of(&stream.rest().await).0, "b");
+    let told = session(&world, &source.spec.id.to_string()).await;
+    assert_eq!((&told["node"], &told["moves"][0]["kind"]), (&json!("n2"), &json!("migration")));
+}
+
+#[tokio::test]
+async fn sessions_that_may_not_move_end_where_they_are() {
+    let (world, _a, b, stream, mut source) = two_nodes().await;
+    world.apply("m", json!({"migration": {"on": ["Failure"]}})).await;
+    world.ends("m", "n1").await;
+    // What was written last is seen: nothing was asked of the other agent meanwhile.
+    world.knows("m", |m| m["state"] == "ready").await;
+    world.delete_replica("m", "n2").await;
+    world.knows("m", |m| m["state"] != "ready").await;
+    assert!(b.is_idle().await);
+    source.token("b").await;
+    source.done(FinishReason::Stop).await;
+    assert_eq!(text_of(&stream.rest().await).0, "b");
+}
+
+#[tokio::test]
 async fn a_node_is_drained_of_its_sessions() {
     let (world, a, b, stream, source) = two_nodes().await;
     let nothing = json!({});

@@ -221,6 +221,12 @@ impl World {
         self.store.apply_status(&replica).await.unwrap();
     }
 
+    /// The operator wants no sessions there any more.
+    pub(crate) async fn ends(&self, model: &str, node: &str) {
+        let patch = json!({"spec": {"drainDeadline": "2100-01-01T00:00:00Z"}});
+        self.store.merge::<ModelReplica>("default", &format!("{model}-{node}"), patch).await.unwrap();
+    }
+
     /// A model with one ready replica of four slots.
     pub(crate) async fn warm(&self, model: &str, endpoint: &str) {
         self.model(model, json!({})).await;
