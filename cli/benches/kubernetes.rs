@@ -1,7 +1,8 @@
 //! What the control plane costs on a real API server, beside its goals: a cold start's way from the router to an accepted
-//! order, etcd's writes for it, and a thousand Models applied at once, with the operator's memory and processor time.
+//! order, etcd's writes for it, a thousand Models applied at once, and two hundred nodes, with the operator's memory and
+//! processor time.
 //!
-//! `cargo bench -p pilotlight --bench kubernetes -- rounds=20 models=1000`, after `cargo xtask k8s build`.
+//! `cargo bench -p pilotlight --bench kubernetes -- rounds=20 models=1000 nodes=200`, after `cargo xtask k8s build`.
 #![allow(clippy::print_stdout, clippy::unwrap_used, reason = "it prints, and a failure ends it")]
 #![allow(clippy::disallowed_methods, reason = "arguments, and a pause between looks")]
 #![allow(missing_docs, reason = "a program")]
@@ -9,6 +10,7 @@
 #[path = "../tests/cluster/mod.rs"]
 mod cluster;
 
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use cluster::{Fleet, Part, demo};
@@ -30,6 +32,7 @@ async fn main() {
     let _agent = fleet.agent("node-1");
     cold_starts(&fleet, &router, argument("rounds=", 20)).await;
     many_models(&fleet, &operator, argument("models=", 1_000));
+    many_nodes(&fleet, &operator, argument("nodes=", 200));
 }
 
 /// Wakes one Model again and again.
@@ -44,6 +47,7 @@ async fn cold_starts(fleet: &Fleet, router: &Part, rounds: usize) {
     let (before, begun) = (puts(), Instant::now());
     std::thread::sleep(Duration::from_secs(10));
     let at_rest = (puts() - before) / begun.elapsed().as_secs_f64();
+    let told = fleet.calls();
     let (before, begun) = (puts(), Instant::now());
     let (mut orders, mut totals) = (Vec::new(), Vec::new());
     for _ in 0..rounds {
@@ -68,6 +72,7 @@ async fn cold_starts(fleet: &Fleet, router: &Part, rounds: usize) {
         median * 1e3,
         worst * 1e3
     );
+    tell_calls(fleet, &told, rounds);
     println!(
         "etcd writes of a cold start and the way back to zero: {writes:.1}; at rest {at_rest:.2} each second"
     );
@@ -91,7 +96,7 @@ async fn cold_start(fleet: &Fleet, router: &Part) -> Vec<(String, f64)> {
 /// Applies many Models at once and waits until all of them are at rest.
 fn many_models(fleet: &Fleet, operator: &Part, models: usize) {
     let manifests: Vec<String> = (0..models).map(|n| demo(&format!("many-{n}"), "default")).collect();
-    let (calls, cpu, begun) = (api_calls(fleet), cpu_seconds(operator), Instant::now());
+    let (told, cpu, begun) = (fleet.calls(), cpu_seconds(operator), Instant::now());
     fleet.env.admin().apply(&manifests.join("---\n"));
     let applied = begun.elapsed().as_secs_f64();
     let resting = |list: &Value| {
@@ -103,9 +108,9 @@ fn many_models(fleet: &Fleet, operator: &Part, models: usize) {
     println!(
         "kubectl apply of {models} Models: {applied:.1} s until kubectl ends, {seconds:.1} s until all are IdleAtZero"
     );
+    tell_calls(fleet, &told, models);
     println!(
-        "API calls meanwhile: {:.0}, kubectl's own among them ({models} and the looks); operator: {:.1} CPU-s, {} MiB resident",
-        api_calls(fleet) - calls,
+        "operator: {:.1} CPU-s, {} MiB resident",
         cpu_seconds(operator) - cpu,
         resident_kib(operator) / 1024
     );
@@ -117,11 +122,62 @@ fn spread(values: &mut [f64]) -> (f64, f64) {
     (values[values.len() / 2], values[values.len() - 1])
 }
 
-/// Requests that the API server answered so far, of whomever.
-fn api_calls(fleet: &Fleet) -> f64 {
-    let text = fleet.env.admin().ok(&["get", "--raw", "/metrics"]);
-    let of = |line: &&str| line.starts_with("apiserver_request_total{");
-    text.lines().filter(of).filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum()
+/// Nodes with an inventory and no agent, and a Model for each, which asks for that very node: nothing but the operator's
+/// part of a placement, with its status.
+fn many_nodes(fleet: &Fleet, operator: &Part, nodes: usize) {
+    let admin = fleet.env.admin();
+    let inventory = |n: usize| {
+        json!({ "apiVersion": "pilotlight.dev/v1alpha1", "kind": "ModelNode",
+                "metadata": { "name": format!("fake-{n}"), "labels": { "fake": n.to_string() } }, "spec": {} })
+    };
+    let status = |n: usize| {
+        let tier = |kind: &str| json!({ "kind": kind, "capacityBytes": 1u64 << 36, "bytesPerSecond": 1e9 });
+        json!({ "apiVersion": "pilotlight.dev/v1alpha1", "kind": "ModelNode", "metadata": { "name": format!("fake-{n}") },
+                "status": { "endpoint": "http://192.0.2.9:8081", "tiers": [tier("disk"), tier("host")],
+                            "devices": [{ "name": "cpu", "kind": "Cpu", "product": "cpu", "worker": "Ready" }] } })
+    };
+    let all = |object: &dyn Fn(usize) -> Value| {
+        (0..nodes).map(|n| object(n).to_string()).collect::<Vec<_>>().join("\n---\n")
+    };
+    admin.apply(&all(&inventory));
+    let apply = ["apply", "--server-side", "--subresource=status", "--validate=false", "-f", "-"];
+    admin.run_with(&apply, &all(&status)).unwrap();
+    let wish = |n: usize| {
+        let mut model: Value = serde_yaml::from_str(&demo(&format!("on-{n}"), "default")).unwrap();
+        model["spec"]["resources"] = json!({ "placement": { "nodeSelector": { "fake": n.to_string() } } });
+        model
+    };
+    let (told, cpu, begun) = (fleet.calls(), cpu_seconds(operator), Instant::now());
+    admin.apply(&all(&wish));
+    let placed = |list: &Value| {
+        let orders = list["items"].as_array().unwrap().iter();
+        let right = |order: &&Value| {
+            let name = |field: &str| order["spec"][field].as_str().unwrap_or_default();
+            name("modelName").strip_prefix("on-") == name("nodeName").strip_prefix("fake-")
+                && name("modelName").starts_with("on-")
+        };
+        orders.filter(right).count()
+    };
+    fleet.until("every Model on its node", &["mr"], |list| placed(list) == nodes);
+    println!(
+        "{nodes} more nodes: a Model for each stands where it asked to after {:.1} s; operator: {:.1} CPU-s, {} MiB resident",
+        begun.elapsed().as_secs_f64(),
+        cpu_seconds(operator) - cpu,
+        resident_kib(operator) / 1024
+    );
+    tell_calls(fleet, &told, nodes);
+}
+
+/// What came on top since then, for each of so many.
+fn tell_calls(fleet: &Fleet, before: &BTreeMap<String, f64>, each: usize) {
+    let more = fleet.calls().into_iter().map(|(what, count)| {
+        let more = (count - before.get(&what).copied().unwrap_or_default()) / each as f64;
+        (what, more)
+    });
+    let more: Vec<(String, f64)> = more.filter(|(_, count)| *count >= 0.05).collect();
+    let sum: f64 = more.iter().map(|(_, count)| count).sum();
+    let parts: Vec<String> = more.iter().map(|(what, count)| format!("{what}: {count:.1}")).collect();
+    println!("API calls for each: {sum:.1} ({})", parts.join(", "));
 }
 
 fn cpu_seconds(part: &Part) -> f64 {

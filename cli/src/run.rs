@@ -47,7 +47,7 @@ pub(crate) fn run(cli: Cli) -> Result<(), Failure> {
             let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
             let ended = runtime.block_on(async {
                 start_traces(&command, &log)?;
-                let ended = on_runtime(command, log.filter).await;
+                let ended = Box::pin(on_runtime(command, log.filter)).await;
                 trace::flush(FLUSH).await;
                 ended
             });

@@ -4,7 +4,7 @@
 
 mod cluster;
 
-use cluster::{Fleet, Part, long_demo, model, serving_node};
+use cluster::{Fleet, Part, long_model, model, serving_node};
 use pilotlight_e2e::kubelet::FakeNode;
 use serde_json::Value;
 
@@ -22,7 +22,7 @@ impl Stage {
         let operator = fleet.operator("operator-a");
         let router = fleet.router(&operator);
         let agents = ["node-1", "node-2"].map(|node| Some(fleet.agent(node))).into();
-        fleet.env.admin().apply(&model("long", "default", &long_demo(&fleet.env)));
+        fleet.env.admin().apply(&model("long", "default", &long_model(&fleet.env.folder())));
         fleet.until("Idle", &["mdl", "long"], |model| model["status"]["phase"] == "Idle");
         Some(Stage { fleet, router, agents, _operator: operator })
     }

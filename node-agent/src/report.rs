@@ -3,6 +3,7 @@
 //! What holds where is told at once; what only counts (bytes used, sessions, rates) at most once a second.
 //! The lease alone shows that the node lives: a status that does not change is not written again.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -141,12 +142,18 @@ pub(crate) fn node_status(node: &Node, stopping: bool) -> ModelNodeStatus {
         let bytes = ByteCount::new;
         metrics.tier(tier, bytes(status.used_bytes), bytes(status.capacity_bytes));
     }
+    let devices: Vec<DeviceStatus> = node.workers.iter().map(|worker| device(node, worker)).collect();
+    let residents = residents(node);
+    let models: HashSet<&str> = residents.iter().map(|resident| resident.digest.as_str()).collect();
     ModelNodeStatus {
+        device_names: devices.iter().map(|device| device.name.as_str()).collect::<Vec<_>>().join(","),
+        device_free: device_free(&devices),
+        models: u32::try_from(models.len()).unwrap_or(u32::MAX),
         endpoint: node.endpoint.clone(),
         version: env!("CARGO_PKG_VERSION").into(),
         tiers: vec![disk, host],
-        devices: node.workers.iter().map(|worker| device(node, worker)).collect(),
-        residents: residents(node),
+        devices,
+        residents,
         sessions: u32::try_from(node.faces.open()).unwrap_or(u32::MAX),
         conditions: conditions(node, stopping),
     }
@@ -190,6 +197,14 @@ fn device(node: &Node, worker: &Worker) -> DeviceStatus {
         prefill_tokens_per_second: prefill,
         decode_tokens_per_second: decode,
     }
+}
+
+/// Of all accelerators together; a CPU's is the host tier.
+fn device_free(devices: &[DeviceStatus]) -> String {
+    let sum = |of: fn(&DeviceStatus) -> u64| devices.iter().map(of).sum::<u64>();
+    let (has, used) = (sum(|device| device.memory_bytes), sum(|device| device.memory_used_bytes));
+    let text = |bytes| ByteCount::new(bytes).to_string();
+    if has == 0 { String::new() } else { format!("{}/{}", text(has.saturating_sub(used)), text(has)) }
 }
 
 fn residents(node: &Node) -> Vec<Resident> {
@@ -256,6 +271,7 @@ fn only_counts(a: &ModelNodeStatus, b: &ModelNodeStatus) -> bool {
     let without = |s: &ModelNodeStatus| {
         let mut s = s.clone();
         s.sessions = 0;
+        s.device_free.clear();
         for tier in &mut s.tiers {
             (tier.used_bytes, tier.evictable_bytes, tier.bytes_per_second) = (0, 0, 0.0);
         }

@@ -4,19 +4,20 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use pilotlight_api::model::{CpuMode, Pin, Resolved};
+use pilotlight_api::model::{CpuMode, Pin, Resolved, TolerationOperator};
 use pilotlight_api::node::{DeviceStatus, TierStatus};
 use pilotlight_api::replica::Device as ApiDevice;
 use pilotlight_api::{Hold as ApiHold, Model, ModelNode, ModelReplica, ReplicaPhase};
 use pilotlight_domain::replica::{Cause, Progress, Replica};
 use pilotlight_domain::view::{
     Accelerator, Content, Device, DeviceFacts, Hold, ModelFacts, NodeFacts, NodeState, Placed, ResidentFacts,
-    Scaling, Size, TierFacts,
+    Scaling, Size, TierFacts, Toleration,
 };
 use pilotlight_domain::{Bandwidth, ByteCount, Generation, ModelName, NodeName, Tier, Timestamp};
 use pilotlight_kit::clock::parse_rfc3339;
 
 use crate::machine::Machine;
+use crate::secrets::SecretName;
 
 /// The model's name; none if it is not one that we could serve.
 pub(crate) fn model_name(model: &Model) -> Option<ModelName> {
@@ -73,9 +74,11 @@ pub(crate) fn model_facts(model: &Model, resolved: Option<&Resolved>) -> ModelFa
             idle: seconds(scaling.idle_seconds),
             down_delay: seconds(scaling.scale_down_delay_seconds),
         },
+        withheld: None,
         suspended: spec.suspend,
         copies: count(spec.residency.copies),
         selector: spec.resources.placement.node_selector.clone(),
+        tolerations: spec.resources.placement.tolerations.iter().map(toleration).collect(),
         accelerator: match class.as_str() {
             "" | "any" => Accelerator::Any,
             "cpu" | "none" => Accelerator::Cpu,
@@ -87,6 +90,20 @@ pub(crate) fn model_facts(model: &Model, resolved: Option<&Resolved>) -> ModelFa
         progress_deadline: seconds(spec.cold_start.progress_deadline_seconds),
         priority: spec.priority,
     }
+}
+
+fn toleration(told: &pilotlight_api::model::Toleration) -> Toleration {
+    Toleration {
+        key: Some(told.key.clone()).filter(|key| !key.is_empty()),
+        value: Some(told.value.clone()).filter(|_| told.operator == TolerationOperator::Equal),
+        effect: told.effect.map(|effect| format!("{effect:?}")),
+    }
+}
+
+/// The Secret that a Model's source names.
+pub(crate) fn secret(name: &ModelName, model: &Model) -> Option<SecretName> {
+    let secret = model.spec.source.secret_ref.as_ref().filter(|secret| !secret.name.is_empty())?;
+    Some((name.namespace.clone(), secret.name.clone()))
 }
 
 /// What a Model wants to be called.
@@ -122,6 +139,7 @@ pub(crate) fn node_facts(node: &ModelNode, machine: Option<&Machine>, alive: boo
     NodeFacts {
         state,
         labels,
+        taints: machine.map(|machine| machine.taints.clone()).unwrap_or_default(),
         disk: tier("disk", spec.limits.disk_bytes),
         host: tier("host", spec.limits.host_bytes),
         devices: status.map(|status| status.devices.iter().map(device_facts).collect()).unwrap_or_default(),

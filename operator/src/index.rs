@@ -15,13 +15,14 @@ use k8s_openapi::api::core::v1::Node;
 use pilotlight_api::model::Resolved;
 use pilotlight_api::{Model, ModelNode, ModelReplica};
 use pilotlight_domain::names::Names;
-use pilotlight_domain::view::{ModelEntry, NodeEntry, View};
+use pilotlight_domain::view::{ModelEntry, ModelFacts, NodeEntry, View, Withheld};
 use pilotlight_domain::{ModelName, NodeName, Timestamp};
 use pilotlight_store::Reflected;
 
 use crate::convert;
 use crate::machine::{self, Machine};
 use crate::roll_call;
+use crate::secrets::{Found, SecretName};
 use life::Life;
 
 /// The cluster as it was last heard of.
@@ -39,6 +40,8 @@ pub(crate) struct Index {
     life: Life,
     /// Nodes whose status may have to say that their agent is lost, or is back.
     to_judge: BTreeSet<NodeName>,
+    /// None: nobody looks for Secrets.
+    secrets: Option<Secrets>,
     /// The last generation ordered per node, whoever ordered it.
     generations: HashMap<NodeName, u64>,
     /// Orders that we withdrew, until the watch says that they are gone.
@@ -55,10 +58,23 @@ struct Listed {
     machines: bool,
 }
 
+#[derive(Default)]
+struct Secrets {
+    /// Who names which.
+    users: BTreeMap<SecretName, BTreeSet<ModelName>>,
+    /// What was found of them.
+    found: BTreeMap<SecretName, Option<Withheld>>,
+}
+
 /// The models that a change may concern.
 pub(crate) type Touched = BTreeSet<ModelName>;
 
 impl Index {
+    /// One that withholds Models whose Secret is missing, if somebody looks for Secrets.
+    pub(crate) fn new(secrets: bool) -> Index {
+        Index { secrets: secrets.then(Secrets::default), ..Index::default() }
+    }
+
     /// Whether every kind was listed once; before that, what is missing is only not known yet.
     pub(crate) fn is_synced(&self) -> bool {
         let Listed { models, replicas, nodes, leases, machines } = self.listed;
@@ -137,8 +153,10 @@ impl Index {
             self.models.insert(name, model);
             return touched;
         } else {
-            let resolved = self.resolved(&name, &model);
-            self.view.put_model(&name, convert::model_facts(&model, resolved.as_ref()));
+            self.note_secret(&name, Some(&model));
+            if let Some(facts) = self.facts(&name, &model) {
+                self.view.put_model(&name, facts);
+            }
         }
         self.models.insert(name.clone(), model);
         touched.insert(name);
@@ -147,10 +165,53 @@ impl Index {
 
     fn forget_model(&mut self, name: &ModelName) -> Touched {
         self.models.remove(name);
+        self.note_secret(name, None);
         self.view.remove_model(name);
         let mut touched = self.names.remove(name);
         touched.insert(name.clone());
         touched
+    }
+
+    /// What the plan must know of it; none while nobody knows whether its Secret is there.
+    fn facts(&self, name: &ModelName, model: &Model) -> Option<ModelFacts> {
+        let mut facts = convert::model_facts(model, self.resolved(name, model).as_ref());
+        if let (Some(secrets), Some(secret)) = (&self.secrets, convert::secret(name, model)) {
+            facts.withheld = secrets.found.get(&secret)?.clone();
+        }
+        Some(facts)
+    }
+
+    /// Notes which Secret a Model names now.
+    fn note_secret(&mut self, name: &ModelName, model: Option<&Model>) {
+        let Some(Secrets { users, found }) = &mut self.secrets else { return };
+        users.retain(|_, of| {
+            of.remove(name);
+            !of.is_empty()
+        });
+        if let Some(secret) = model.and_then(|model| convert::secret(name, model)) {
+            users.entry(secret).or_default().insert(name.clone());
+        }
+        found.retain(|secret, _| users.contains_key(secret));
+    }
+
+    /// The Secrets that Models name.
+    pub(crate) fn secrets(&self) -> BTreeSet<SecretName> {
+        self.secrets.iter().flat_map(|secrets| secrets.users.keys().cloned()).collect()
+    }
+
+    /// A Secret is there, or why its Models are withheld.
+    pub(crate) fn on_secret(&mut self, (secret, withheld): Found) -> Touched {
+        let Some(secrets) = &mut self.secrets else { return Touched::new() };
+        let Some(users) = secrets.users.get(&secret).cloned() else { return Touched::new() };
+        secrets.found.insert(secret, withheld);
+        for name in &users {
+            let Some(model) = self.models.get(name) else { continue };
+            let facts = self.facts(name, model).filter(|_| model.metadata.deletion_timestamp.is_none());
+            if let Some(facts) = facts {
+                self.view.put_model(name, facts);
+            }
+        }
+        users
     }
 
     /// Who is called so.
@@ -247,7 +308,7 @@ impl Index {
         if model.metadata.deletion_timestamp.is_some() {
             return;
         }
-        let facts = convert::model_facts(model, self.resolved(name, model).as_ref());
+        let Some(facts) = self.facts(name, model) else { return };
         let known = self.view.model(name).and_then(|entry| entry.facts.as_ref());
         if known.is_none_or(|known| known.size != facts.size || known.digest != facts.digest) {
             self.view.put_model(name, facts);
@@ -298,6 +359,7 @@ impl Index {
                 || before.capacity() != facts.capacity()
                 || before.residents != facts.residents
                 || before.labels != facts.labels
+                || before.taints != facts.taints
         });
         self.view.put_node(&name, facts);
         self.nodes.insert(name.clone(), node);

@@ -11,7 +11,7 @@
 //! turn that takes it up); only the leader writes, and if two believe to lead, orders are the same objects and their
 //! generations grow; everything but the history of demand is rebuilt from the cluster after a restart.
 //!
-//! It deliberately does **not** talk to agents (they watch their orders), read secrets, or stand in the way of warm
+//! It deliberately does **not** talk to agents (they watch their orders), read what is in a Secret, or stand in the way of warm
 //! serving: routers go on without it.
 #![forbid(unsafe_code)]
 
@@ -27,6 +27,7 @@ mod machine;
 mod metrics;
 mod names;
 mod roll_call;
+mod secrets;
 mod service;
 mod settings;
 mod status;

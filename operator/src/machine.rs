@@ -2,7 +2,11 @@
 //!
 //! A cordon and the notices that clouds and autoscalers give as taints empty a machine while it still works. A taint that
 //! evicts (`NoExecute`) and that the agents do not tolerate ends their pod, and an agent that is told to end moves its
-//! sessions first by itself; one that they tolerate is meant to be lived with. So no other taint says anything here.
+//! sessions first by itself; one that they tolerate is meant to be lived with. So no other taint empties a machine.
+//!
+//! Other taints keep Models out that do not tolerate them. Not Kubernetes' own, which say how a machine fares: its agent
+//! says that itself. And not those for a resource that the machine has, such as `nvidia.com/gpu`: they keep a machine for
+//! whoever uses its accelerators, and that is its agent.
 //!
 //! It deliberately does **not** judge whether a machine is alive: its agent's lease does (see `index::life`).
 
@@ -10,6 +14,7 @@ use std::collections::BTreeMap;
 
 use k8s_openapi::api::core::v1::Node;
 use pilotlight_domain::NodeName;
+use pilotlight_domain::view::Taint;
 
 /// Taints that announce the end of a machine; a name that ends with `/` stands for all below it.
 const NOTICES: [&str; 6] = [
@@ -26,6 +31,8 @@ const NOTICES: [&str; 6] = [
 pub(crate) struct Machine {
     /// What `nodeSelector` asks for.
     pub(crate) labels: BTreeMap<String, String>,
+    /// Only Models that tolerate these are placed here.
+    pub(crate) taints: Vec<Taint>,
     /// Sessions and replicas must leave.
     pub(crate) leaving: bool,
 }
@@ -39,10 +46,24 @@ impl Machine {
         let is_notice = |key: &str| {
             NOTICES.iter().any(|notice| key == *notice || (notice.ends_with('/') && key.starts_with(notice)))
         };
-        let noticed = taints.map(|taint| taint.key.as_str()).any(is_notice);
+        let (notices, others): (Vec<_>, Vec<_>) = taints.partition(|taint| is_notice(&taint.key));
+        let has = node.status.as_ref().and_then(|status| status.capacity.as_ref());
+        let dedicates = |key: &str| {
+            let own = key.starts_with("node.kubernetes.io/") || has.is_some_and(|has| has.contains_key(key));
+            !own
+        };
+        let keeps_out =
+            others.into_iter().filter(|taint| taint.effect != "PreferNoSchedule" && dedicates(&taint.key));
         Machine {
             labels: node.metadata.labels.clone().unwrap_or_default(),
-            leaving: cordoned || noticed || node.metadata.deletion_timestamp.is_some(),
+            taints: keeps_out
+                .map(|taint| Taint {
+                    key: taint.key.clone(),
+                    value: taint.value.clone().unwrap_or_default(),
+                    effect: taint.effect.clone(),
+                })
+                .collect(),
+            leaving: cordoned || !notices.is_empty() || node.metadata.deletion_timestamp.is_some(),
         }
     }
 }
@@ -54,11 +75,11 @@ pub(crate) fn name(node: &Node) -> Option<NodeName> {
 
 #[cfg(test)]
 mod tests {
-    use k8s_openapi::api::core::v1::{NodeSpec, Taint};
+    use k8s_openapi::api::core::v1::{NodeSpec, NodeStatus, Taint};
 
     use super::*;
 
-    fn leaves(unschedulable: bool, taints: &[&str]) -> bool {
+    fn machine(unschedulable: bool, taints: &[&str]) -> Machine {
         let taint =
             |key: &&str| Taint { key: (*key).into(), effect: "NoSchedule".into(), ..Taint::default() };
         let spec = NodeSpec {
@@ -66,7 +87,21 @@ mod tests {
             taints: Some(taints.iter().map(taint).collect()),
             ..NodeSpec::default()
         };
-        Machine::of(&Node { spec: Some(spec), ..Node::default() }).leaving
+        let capacity = [("nvidia.com/gpu".to_owned(), Default::default())].into();
+        let status = NodeStatus { capacity: Some(capacity), ..NodeStatus::default() };
+        Machine::of(&Node { spec: Some(spec), status: Some(status), ..Node::default() })
+    }
+
+    fn leaves(unschedulable: bool, taints: &[&str]) -> bool {
+        machine(unschedulable, taints).leaving
+    }
+
+    #[test]
+    fn a_dedication_keeps_out_and_a_resource_and_kubernetes_own_words_do_not() {
+        let taints =
+            ["nvidia.com/gpu", "dedicated", "node.kubernetes.io/memory-pressure", "karpenter.sh/disrupted"];
+        let kept: Vec<String> = machine(true, &taints).taints.iter().map(ToString::to_string).collect();
+        assert_eq!(kept, ["dedicated:NoSchedule"]);
     }
 
     #[test]

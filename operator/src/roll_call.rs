@@ -106,6 +106,7 @@ impl RollCall {
         metrics: Metrics,
         stop: Stop,
     ) {
+        let recorder = events::Recorder::new(COMPONENT);
         let mut backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(5));
         loop {
             let news = self.news.notified();
@@ -117,7 +118,7 @@ impl RollCall {
                 }
             }
             let writes = futures::stream::iter(ready)
-                .map(|(name, node)| self.write(&store, &*clock, &metrics, name, node))
+                .map(|(name, node)| self.write(&store, &*clock, &metrics, &recorder, name, node))
                 .buffer_unordered(WRITES_MAX);
             let failed = writes.filter(|ok| std::future::ready(!ok)).count().await;
             if failed == 0 {
@@ -137,6 +138,7 @@ impl RollCall {
         store: &Arc<dyn ClusterStore>,
         clock: &dyn Clock,
         metrics: &Metrics,
+        recorder: &events::Recorder,
         name: NodeName,
         node: Box<ModelNode>,
     ) -> bool {
@@ -158,7 +160,7 @@ impl RollCall {
             Some(ready) if lost => Note { warning: true, reason: "AgentLost", message: &ready.message },
             _ => Note { warning: false, reason: "AgentBack", message: "the agent renews its lease again" },
         };
-        if let Err(error) = events::record(&**store, COMPONENT, &*node, note, clock.now()).await {
+        if let Err(error) = recorder.record(&**store, &*node, note, clock.now()).await {
             tracing::debug!(node = %name, %error, "record an event");
         }
         true

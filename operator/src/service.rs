@@ -38,6 +38,7 @@ use crate::http::{ASKS_MAX, Ask, Handle, Place, PlaceAnswer};
 use crate::index::{Index, Touched};
 use crate::metrics::{Metrics, Shown};
 use crate::roll_call::RollCall;
+use crate::secrets::{self, FOUND_MAX, Found, SecretName};
 use crate::settings::Config;
 use crate::status::{self, Costs, Facts};
 use crate::writer::Outbox;
@@ -102,6 +103,9 @@ impl Operator {
             tokio::spawn(roll_call.clone().run(store.clone(), clock.clone(), metrics.clone(), stop.clone()));
         let leading =
             tokio::spawn(leader::keep(config.leadership, store.clone(), clock.clone(), leads, stop.clone()));
+        let (wanted, names) = watch::channel(BTreeSet::new());
+        let (told, found) = mpsc::channel(FOUND_MAX);
+        let looking = tokio::spawn(secrets::look(store.clone(), names, told, stop.clone()));
         let service = Service {
             store,
             clock,
@@ -110,7 +114,8 @@ impl Operator {
             roll_call,
             led,
             ready,
-            index: Index::default(),
+            secrets: wanted,
+            index: Index::new(config.secrets),
             agenda: Agenda::default(),
             book: DemandBook::default(),
             costs: BTreeMap::new(),
@@ -122,8 +127,8 @@ impl Operator {
             retry_at: None,
             seen: Touched::new(),
         };
-        service.run(asks, &stop).await;
-        for task in [writer, calling, leading] {
+        service.run(asks, found, &stop).await;
+        for task in [writer, calling, leading, looking] {
             if let Err(error) = task.await {
                 tracing::error!(%error, "a task of the operator ended badly");
             }
@@ -139,6 +144,8 @@ struct Service {
     roll_call: Arc<RollCall>,
     led: watch::Receiver<bool>,
     ready: watch::Sender<Readiness>,
+    /// Those that are looked for.
+    secrets: watch::Sender<BTreeSet<SecretName>>,
     index: Index,
     agenda: Agenda,
     book: DemandBook,
@@ -182,12 +189,13 @@ enum Happened {
     Leases(Reflected<Lease>),
     Machines(Box<Reflected<Node>>),
     Ask(Ask),
+    Secret(Found),
     Leadership,
     Time,
 }
 
 impl Service {
-    async fn run(mut self, mut asks: mpsc::Receiver<Ask>, stop: &Stop) {
+    async fn run(mut self, mut asks: mpsc::Receiver<Ask>, mut found: mpsc::Receiver<Found>, stop: &Stop) {
         let mut watches = futures::stream::select_all([
             reflect::<Model>(self.store.clone(), Filter::all())
                 .map(|told| Happened::Models(Box::new(told)))
@@ -210,6 +218,7 @@ impl Service {
                 () = stop.stopping() => return,
                 Some(ask) = asks.recv() => Happened::Ask(ask),
                 Some(told) = watches.next() => told,
+                Some(found) = found.recv() => Happened::Secret(found),
                 Ok(()) = self.led.changed() => Happened::Leadership,
                 () = tokio::time::sleep(pause.unwrap_or(Duration::from_secs(3600))) => Happened::Time,
             };
@@ -252,8 +261,16 @@ impl Service {
                 let touched = self.index.on_models(*told);
                 // A router may have told of a request before the store's watch told of its Model.
                 self.refresh_demand(&touched, &HashMap::new(), now);
+                let secrets = self.index.secrets();
+                self.secrets.send_if_modified(|wanted| {
+                    *wanted != secrets && {
+                        *wanted = secrets;
+                        true
+                    }
+                });
                 touched
             }
+            Happened::Secret(found) => self.index.on_secret(found),
             Happened::Replicas(told) => {
                 self.agenda.touch_waiting();
                 self.index.on_replicas(*told, now)

@@ -46,6 +46,7 @@ impl Settings {
                 identity: self.identity.unwrap_or_default(),
                 time: Duration::from_secs(self.lease_seconds),
             },
+            secrets: true,
         })
     }
 }
@@ -55,6 +56,8 @@ impl Settings {
 pub struct Config {
     /// Who writes.
     pub leadership: Leadership,
+    /// Whether Secrets that Models name must be there. `pilotlight up` has none, and looks for none.
+    pub secrets: bool,
 }
 
 /// Who writes, where several operators may run.
@@ -76,7 +79,7 @@ pub enum Leadership {
 impl Config {
     /// The only operator there is.
     pub const fn single() -> Config {
-        Config { leadership: Leadership::Single }
+        Config { leadership: Leadership::Single, secrets: false }
     }
 }
 

@@ -10,7 +10,7 @@ use pilotlight_api::model::{Download, LastFailure, ResidencyStatus, Resolved};
 use pilotlight_api::{Condition, ConditionKind, Model, ModelPhase, ModelStatus, ReplicaPhase};
 use pilotlight_domain::plan::Outlook;
 use pilotlight_domain::replica::{Cause, Replica};
-use pilotlight_domain::view::{Device, Hold, ModelEntry, NodeState, Placed, View};
+use pilotlight_domain::view::{Device, Hold, ModelEntry, NodeState, Placed, View, Withheld};
 use pilotlight_domain::{Bandwidth, ModelName, Tier, Timestamp};
 use pilotlight_kit::clock::{parse_rfc3339, rfc3339};
 
@@ -133,6 +133,10 @@ impl<'a> Facts<'a> {
     }
 
     fn failure(&self) -> Option<Failure<'a>> {
+        if let Some(withheld) = self.entry.facts.as_ref().and_then(|facts| facts.withheld.as_ref()) {
+            let Withheld { cause, message } = withheld;
+            return Some(Failure { cause: *cause, message, node: "", since: self.now });
+        }
         self.replicas()
             .filter_map(|(node, placed)| match &placed.state {
                 Replica::Failed { cause, message } => {
@@ -158,6 +162,8 @@ pub(crate) fn status(facts: &Facts<'_>) -> ModelStatus {
     } else if desired != before.desired_replicas {
         scaling_history.push(scaled(&before, desired, "no demand".into(), facts.now));
     }
+    let names = facts.names().filter(|(_, owner)| *owner == facts.name);
+    let served_names: Vec<String> = names.map(|(name, _)| name).collect();
     let excess = scaling_history.len().saturating_sub(5);
     scaling_history.drain(..excess);
     ModelStatus {
@@ -169,7 +175,9 @@ pub(crate) fn status(facts: &Facts<'_>) -> ModelStatus {
         selector: format!("{}={}", crate::apply::MODEL_LABEL, facts.name.name),
         ready: format!("{}/{desired}", counts.ready),
         url: before.url.clone(),
-        served_names: facts.names().filter(|(_, owner)| *owner == facts.name).map(|(name, _)| name).collect(),
+        served_as: served_names.join(","),
+        served_names,
+        engine: "native".into(),
         last_request_time: last_request(facts, &before),
         residency: residency(facts),
         download: download(facts),

@@ -8,6 +8,7 @@ mod real;
 
 use cluster::{Cluster, SOURCE_MISSING};
 use pilotlight_api::conditions::ConditionStatus;
+use pilotlight_api::model::{SecretRef, Toleration};
 use pilotlight_api::{ConditionKind, Hold, ModelPhase, Reason, ReplicaPhase};
 
 macro_rules! stories {
@@ -46,6 +47,7 @@ stories! {
     on_kubernetes:
     a_cordoned_machine_is_emptied_and_taken_again,
     a_machine_that_goes_takes_its_node_along,
+    a_missing_secret_is_told_and_recovers, a_taint_keeps_out_who_does_not_tolerate_it,
     a_selector_asks_for_the_machines_labels,
 }
 
@@ -167,6 +169,54 @@ async fn a_bad_source_is_told_and_recovers(cluster: Cluster) {
     let again = cluster.newer("a", "n1", order.spec.order_generation).await;
     cluster.agent_ready(&again, "100MB").await;
     cluster.phase("a", ModelPhase::Idle).await;
+    cluster.stop().await;
+}
+
+async fn a_missing_secret_is_told_and_recovers(cluster: Cluster) {
+    cluster.node("n1", "2GiB").await;
+    cluster.model("a", |spec| spec.source.secret_ref = Some(SecretRef { name: "hub".into() })).await;
+    let said = cluster.condition("a", ConditionKind::SourceResolved, ConditionStatus::False).await;
+    let status = said.status.unwrap();
+    for kind in [ConditionKind::Ready, ConditionKind::SourceResolved] {
+        let condition = status.conditions.iter().find(|c| c.kind == kind).unwrap();
+        assert_eq!((condition.status, condition.reason), (ConditionStatus::False, Reason::SecretMissing));
+        assert!(
+            condition.message.contains("no Secret `hub` in namespace `default`"),
+            "{}",
+            condition.message
+        );
+    }
+    assert_eq!(status.phase, ModelPhase::Failed);
+    cluster.told("a", "ResolveFailed").await;
+    let refused = cluster.demand("a", 0, 1).await;
+    assert!(refused[0].message.contains("no Secret `hub`") && !refused[0].retry);
+    cluster.demand("a", 0, 0).await;
+    // No new object of ours: the Secret appears.
+    cluster.kubectl(&["create", "secret", "generic", "hub", "-n", "default", "--from-literal=token=x"]);
+    let order = cluster.ordered("a", "n1", Hold::Disk).await;
+    cluster.agent_ready(&order, "100MB").await;
+    cluster.phase("a", ModelPhase::Idle).await;
+    cluster.kubectl(&["delete", "secret", "hub", "-n", "default"]);
+    cluster.stop().await;
+}
+
+async fn a_taint_keeps_out_who_does_not_tolerate_it(cluster: Cluster) {
+    cluster.machine("n1", "");
+    cluster.kubectl(&["taint", "node", "n1", "dedicated=team:NoSchedule"]);
+    cluster.node("n1", "2GiB").await;
+    cluster.model("a", |_| {}).await;
+    let refused = cluster.condition("a", ConditionKind::Placed, ConditionStatus::False).await;
+    let conditions = refused.status.unwrap().conditions;
+    let placed = conditions.iter().find(|c| c.kind == ConditionKind::Placed).unwrap();
+    assert_eq!(placed.reason, Reason::NoMatchingNode);
+    assert!(placed.message.contains("dedicated=team:NoSchedule"), "{}", placed.message);
+    let key =
+        |key: &str, value: &str| Toleration { key: key.into(), value: value.into(), ..Toleration::default() };
+    cluster.model("b", |spec| spec.resources.placement.tolerations = vec![key("dedicated", "team")]).await;
+    cluster.ordered("b", "n1", Hold::Disk).await;
+    // The taint goes, and so does the reason.
+    cluster.kubectl(&["taint", "node", "n1", "dedicated-"]);
+    cluster.ordered("a", "n1", Hold::Disk).await;
     cluster.stop().await;
 }
 

@@ -4,8 +4,8 @@
 //! agent with the one of its node's pod: what they may not do in a cluster they may not do here.
 #![allow(
     dead_code,
-    unused_imports,
     unreachable_pub,
+    unused_imports,
     clippy::unwrap_used,
     clippy::disallowed_methods,
     reason = "test support: each test file uses a part of it, and a failed test is what unwrap is for"
@@ -14,6 +14,7 @@
 #[path = "../models/mod.rs"]
 mod models;
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -71,7 +72,7 @@ impl Fleet {
         let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
         let env = TestEnv::start(Level::B)?;
         let kubelet = FakeKubelet::start(&env, nodes);
-        install(&env, &[]);
+        install(&env, &["--set=operator.secretNamespaces={default}"]);
         let admin = env.admin();
         admin.ok(&["wait", "--for=condition=Established", "crd", "--all", "--timeout=60s"]);
         let client = Client::builder(TokioExecutor::new()).build(HttpConnector::new());
@@ -197,6 +198,27 @@ impl Fleet {
         let chunks =
             text.lines().filter_map(|line| serde_json::from_str::<Value>(line.strip_prefix("data: ")?).ok());
         chunks.map(|chunk| chunk["choices"][0]["text"].as_str().unwrap_or_default().to_owned()).collect()
+    }
+
+    /// Requests that the API server answered so far, by verb and resource: those that concern us.
+    pub fn calls(&self) -> BTreeMap<String, f64> {
+        let text = self.env.admin().ok(&["get", "--raw", "/metrics"]);
+        let mut calls = BTreeMap::new();
+        for line in text.lines().filter(|line| line.starts_with("apiserver_request_total{")) {
+            let label = |name: &str| {
+                let found = line.split_once(&format!("{name}=\""));
+                found.and_then(|(_, rest)| rest.split('"').next()).unwrap_or_default().to_owned()
+            };
+            let (verb, resource, sub) = (label("verb"), label("resource"), label("subresource"));
+            let ours =
+                ["models", "modelreplicas", "modelnodes", "events", "secrets"].contains(&resource.as_str());
+            if ours && !["LIST", "WATCH"].contains(&verb.as_str()) {
+                let what = if sub.is_empty() { resource } else { format!("{resource}/{sub}") };
+                let count: f64 = line.rsplit(' ').next().and_then(|n| n.parse().ok()).unwrap_or_default();
+                *calls.entry(format!("{verb} {what} {}", label("code"))).or_default() += count;
+            }
+        }
+        calls
     }
 
     /// The value of a metric of one of our programs, summed over its labels.

@@ -49,10 +49,11 @@ const MODEL: &[Column] = &[
     text("Phase", "status.phase"),
     text("Ready", "status.ready"),
     text("Warmest", "status.residency.warmest"),
+    text("Engine", "status.engine"),
     text("Cold-Start", "status.coldStart.summary"),
     age("Last-Used", "status.lastRequestTime"),
     AGE,
-    wide("Served-Name", "status.servedNames"),
+    wide("Served-Name", "status.servedAs"),
     wide("Revision", "status.resolved.revision"),
     wide("Size", "status.resolved.size"),
     wide("Reason", "status.conditions[Ready].reason"),
@@ -65,8 +66,9 @@ const REPLICA: &[Column] = &[
     text("Node", "spec.nodeName"),
     text("Hold", "spec.hold"),
     text("Phase", "status.phase"),
-    Column { name: "Slots", path: "status.slots", content: Content::Number, wide: false },
+    text("Progress", "status.progress"),
     AGE,
+    Column { name: "Slots", path: "status.slots", content: Content::Number, wide: true },
     wide("Serving-On", "status.servingOn"),
     wide("Reason", "status.reason"),
     wide("Message", "status.message"),
@@ -76,11 +78,14 @@ const REPLICA: &[Column] = &[
 const NODE: &[Column] = &[
     NAME,
     text("Ready", "status.conditions[Ready].status"),
+    text("Devices", "status.deviceNames"),
+    text("Device-Free", "status.deviceFree"),
     text("Host", "status.tiers[host].summary"),
     text("Disk", "status.tiers[disk].summary"),
+    Column { name: "Models", path: "status.models", content: Content::Number, wide: false },
     Column { name: "Sessions", path: "status.sessions", content: Content::Number, wide: false },
-    text("Version", "status.version"),
     AGE,
+    wide("Version", "status.version"),
     wide("Pages", "status.tiers[host].pages"),
     wide("Endpoint", "status.endpoint"),
 ];
@@ -167,7 +172,7 @@ mod tests {
     fn cells_are_found() {
         let object = json!({
             "metadata": { "name": "a", "creationTimestamp": "1970-01-01T00:00:10Z" },
-            "status": { "phase": "Idle", "servedNames": ["a", "b"],
+            "status": { "phase": "Idle", "servedAs": "a,b", "engine": "native",
                 "conditions": [{ "type": "Placed", "reason": "X" }, { "type": "Ready", "reason": "IdleAtZero" }] },
         });
         let now = Timestamp::from_micros(100_000_000);
@@ -175,7 +180,7 @@ mod tests {
             .iter()
             .map(|column| column.cell(&object, now).as_str().unwrap_or("?").to_owned())
             .collect();
-        assert_eq!(row, ["a", "Idle", "", "", "", "", "90s", "a,b", "", "", "IdleAtZero", ""]);
+        assert_eq!(row, ["a", "Idle", "", "", "native", "", "", "90s", "a,b", "", "", "IdleAtZero", ""]);
     }
 
     #[test]

@@ -84,6 +84,10 @@ pub enum Reason {
     SourceNotFound,
     /// The source refused the credentials.
     AuthFailed,
+    /// `source.secretRef` names a Secret that is not there.
+    SecretMissing,
+    /// The operator may not look at the Secret that `source.secretRef` names.
+    SecretForbidden,
     /// The bytes are not the ones that were asked for, or damaged.
     DigestMismatch,
     /// Not a safetensors checkpoint, or a broken one.
@@ -125,9 +129,11 @@ pub enum Reason {
 }
 
 /// Causes and reasons that are the same thing, as decisions and as statuses name it.
-const SAME: [(Cause, Reason); 10] = [
+const SAME: [(Cause, Reason); 12] = [
     (Cause::SourceNotFound, Reason::SourceNotFound),
     (Cause::AuthFailed, Reason::AuthFailed),
+    (Cause::SecretMissing, Reason::SecretMissing),
+    (Cause::SecretForbidden, Reason::SecretForbidden),
     (Cause::DigestMismatch, Reason::DigestMismatch),
     (Cause::UnsupportedFormat, Reason::UnsupportedFormat),
     (Cause::UnsupportedArchitecture, Reason::UnsupportedArchitecture),

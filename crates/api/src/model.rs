@@ -166,7 +166,46 @@ defaulted! {
     Placement {
         /// Labels that a node must have.
         node_selector: BTreeMap<String, String> = BTreeMap::new(),
+        /// Taints of Nodes that do not keep it out. Taints of Kubernetes' own, and those for a resource that the Node
+        /// itself has (`nvidia.com/gpu`), keep no Model out.
+        tolerations: Vec<Toleration> = Vec::new(),
     }
+}
+
+/// Taints of a node that a model does not mind, as a pod writes them.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+pub struct Toleration {
+    /// Of the taint; empty, with the operator Exists: whatever it is about.
+    pub key: String,
+    /// Whether the value counts.
+    pub operator: TolerationOperator,
+    /// Of the taint.
+    pub value: String,
+    /// Of the taint; default: each.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub effect: Option<TaintEffect>,
+}
+
+/// Whether a taint's value counts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum TolerationOperator {
+    /// It is the same.
+    #[default]
+    Equal,
+    /// It may be any.
+    Exists,
+}
+
+/// What a taint does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum TaintEffect {
+    /// Nothing new.
+    NoSchedule,
+    /// Nothing new if there is another place. It never keeps a Model out.
+    PreferNoSchedule,
+    /// Nothing new, and pods must leave.
+    NoExecute,
 }
 
 /// What scaling looks at.
@@ -448,6 +487,10 @@ pub struct ModelStatus {
     pub url: String,
     /// Every name it is served under.
     pub served_names: Vec<String>,
+    /// The same, for people.
+    pub served_as: String,
+    /// What executes it: `native`.
+    pub engine: String,
     /// RFC 3339, at most once a minute.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub last_request_time: Option<String>,

@@ -51,6 +51,12 @@ pub struct ModelNodeStatus {
     pub devices: Vec<DeviceStatus>,
     /// What lies where.
     pub residents: Vec<Resident>,
+    /// What computes, for people: `cpu,gpu0`.
+    pub device_names: String,
+    /// Accelerators' memory that is free, for people.
+    pub device_free: String,
+    /// Checkpoints that it holds, each once.
+    pub models: u32,
     /// Sessions open now.
     pub sessions: u32,
     /// See [`Condition`].

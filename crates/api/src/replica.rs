@@ -129,6 +129,8 @@ pub struct ModelReplicaStatus {
     pub bytes_done: u64,
     /// To be moved.
     pub bytes_total: u64,
+    /// The share that was moved, for people: `45%`.
+    pub progress: String,
     /// The tier the load started from: remote, disk or host.
     pub path: String,
     /// Sessions it can run at once, once Ready.
@@ -144,4 +146,13 @@ pub struct ModelReplicaStatus {
     /// Why it failed, for people: cause and cure.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub message: String,
+}
+
+impl ModelReplicaStatus {
+    /// Takes over how far a tier was filled.
+    pub fn moved(&mut self, done: u64, total: u64) {
+        (self.bytes_done, self.bytes_total) = (done, total);
+        let share = done.saturating_mul(100).checked_div(total);
+        self.progress = share.map(|share| format!("{share}%")).unwrap_or_default();
+    }
 }

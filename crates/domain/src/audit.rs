@@ -163,6 +163,7 @@ fn check_woken(after: &View, name: &ModelName, before: &ModelEntry, plan: &Plan)
         before.replicas().any(|(_, placed)| placed.is_failed() || placed.content.uid != facts.content.uid);
     if !woken
         || failed
+        || facts.withheld.is_some()
         || serves(after, name, &[NodeState::Ready, NodeState::Paused, NodeState::Draining]) > 0
     {
         return None;
@@ -181,6 +182,7 @@ fn check_woken(after: &View, name: &ModelName, before: &ModelEntry, plan: &Plan)
         let capacity = node.capacity();
         node.state == NodeState::Ready
             && facts.selector.iter().all(|(key, value)| node.labels.get(key) == Some(value))
+            && node.taints.iter().all(|taint| facts.tolerations.iter().any(|each| each.tolerates(taint)))
             && devices().any(|device| device.kind == kind)
             && claim.disk <= capacity.disk
             && claim.host <= capacity.host

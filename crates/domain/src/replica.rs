@@ -24,6 +24,10 @@ pub enum Cause {
     SourceNotFound,
     /// The source refused the credentials.
     AuthFailed,
+    /// The Secret with the credentials is not there.
+    SecretMissing,
+    /// The Secret with the credentials may not be looked at.
+    SecretForbidden,
     /// The bytes are not the ones that were asked for, or damaged.
     DigestMismatch,
     /// Not a safetensors checkpoint, or a broken one.
@@ -49,6 +53,8 @@ impl Cause {
             self,
             Cause::SourceNotFound
                 | Cause::AuthFailed
+                | Cause::SecretMissing
+                | Cause::SecretForbidden
                 | Cause::DigestMismatch
                 | Cause::UnsupportedFormat
                 | Cause::UnsupportedArchitecture

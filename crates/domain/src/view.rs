@@ -15,7 +15,7 @@ use std::sync::Arc;
 pub use demand::{Demand, LoadHistory};
 pub use facts::{
     Accelerator, CHUNK, Claim, Content, Device, DeviceFacts, Hold, ModelFacts, NodeFacts, NodeState,
-    ResidentFacts, Scaling, Size, TierFacts,
+    ResidentFacts, Scaling, Size, Taint, TierFacts, Toleration, Withheld,
 };
 
 use crate::replica::Replica;

@@ -8,7 +8,7 @@ use crate::plan::{Plan, plan};
 use crate::replica::{Cause, Replica};
 use crate::view::{
     Accelerator, Content, Device, DeviceFacts, Hold, ModelFacts, NodeFacts, NodeState, Placed, ResidentFacts,
-    Size, TierFacts, View,
+    Size, Taint, TierFacts, Toleration, View, Withheld,
 };
 use crate::{Bandwidth, ByteCount, Generation, ModelName, NodeName, Tier, Timestamp};
 
@@ -36,7 +36,7 @@ impl World {
         self
     }
 
-    /// `disk=50GiB host=2GiB gpu=8GiB read=1GB/s fetch=100MB/s zone=a paused draining lost has=a:disk,b:host nocpu`
+    /// `disk=50GiB host=2GiB gpu=8GiB read=1GB/s fetch=100MB/s zone=a taint=a paused draining lost has=a:disk,b:host nocpu`
     pub(crate) fn node(mut self, name: &str, words: &str) -> Self {
         let tier = |capacity| TierFacts { capacity, ..TierFacts::default() };
         let device = |kind, memory, product: &str| DeviceFacts {
@@ -62,6 +62,11 @@ impl World {
                 "fetch" => facts.disk.bandwidth = Some(value.parse::<Bandwidth>().unwrap()),
                 "gpu" => facts.devices.push(device(Device::Gpu, value.parse().unwrap(), "h200")),
                 "nocpu" => facts.devices.retain(|device| device.kind != Device::Cpu),
+                "taint" => facts.taints.push(Taint {
+                    key: value.into(),
+                    value: "x".into(),
+                    effect: "NoSchedule".into(),
+                }),
                 "zone" => drop(facts.labels.insert("zone".into(), value.into())),
                 "paused" => facts.state = NodeState::Paused,
                 "draining" => facts.state = NodeState::Draining,
@@ -74,7 +79,7 @@ impl World {
         self
     }
 
-    /// `size=1GiB min=0 max=3 target=2 idle=60 copies=1 zone=a class=h200 suspend fixed=2 pin uid=2 from=uri priority=1`
+    /// `size=1GiB min=0 max=3 target=2 idle=60 copies=1 zone=a tolerates=a class=h200 withheld suspend fixed=2 pin uid=2 from=uri priority=1`
     pub(crate) fn model(mut self, name: &str, words: &str) -> Self {
         let mut content = Content {
             uid: format!("uid-{name}"),
@@ -96,7 +101,14 @@ impl World {
                 "copies" => facts.copies = number(),
                 "priority" => facts.priority = value.parse().unwrap(),
                 "zone" => drop(facts.selector.insert("zone".into(), value.into())),
+                "tolerates" => {
+                    facts.tolerations.push(Toleration { key: Some(value.into()), ..Toleration::default() });
+                }
                 "class" => facts.accelerator = Accelerator::Class(value.into()),
+                "withheld" => {
+                    let message = "there is no Secret".into();
+                    facts.withheld = Some(Withheld { cause: Cause::SecretMissing, message });
+                }
                 "suspend" => facts.suspended = true,
                 "pin" => content.pin_host = true,
                 "uid" => content.uid = value.into(),

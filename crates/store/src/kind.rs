@@ -19,10 +19,12 @@ pub enum Kind {
     Event,
     /// A machine of a Kubernetes cluster; read only, and there is none in an embedded store.
     Node,
+    /// Somebody's credentials. Only its metadata can be read, one by one, and there is none in an embedded store.
+    Secret,
 }
 
 impl Kind {
-    /// Every kind.
+    /// Every kind that is listed and watched.
     pub const ALL: [Kind; 6] =
         [Kind::Model, Kind::ModelReplica, Kind::ModelNode, Kind::Lease, Kind::Event, Kind::Node];
 
@@ -35,6 +37,7 @@ impl Kind {
             Kind::Lease => "Lease",
             Kind::Event => "Event",
             Kind::Node => "Node",
+            Kind::Secret => "Secret",
         }
     }
 
@@ -47,6 +50,7 @@ impl Kind {
             Kind::Lease => "LeaseList",
             Kind::Event => "EventList",
             Kind::Node => "NodeList",
+            Kind::Secret => "SecretList",
         }
     }
 
@@ -59,6 +63,7 @@ impl Kind {
             Kind::Lease => "leases",
             Kind::Event => "events",
             Kind::Node => "nodes",
+            Kind::Secret => "secrets",
         }
     }
 
@@ -67,7 +72,7 @@ impl Kind {
         match self {
             Kind::Model | Kind::ModelReplica | Kind::ModelNode => pilotlight_api::GROUP,
             Kind::Lease => "coordination.k8s.io",
-            Kind::Event | Kind::Node => "",
+            Kind::Event | Kind::Node | Kind::Secret => "",
         }
     }
 
@@ -76,7 +81,7 @@ impl Kind {
         match self {
             Kind::Model | Kind::ModelReplica | Kind::ModelNode => "pilotlight.dev/v1alpha1",
             Kind::Lease => "coordination.k8s.io/v1",
-            Kind::Event | Kind::Node => "v1",
+            Kind::Event | Kind::Node | Kind::Secret => "v1",
         }
     }
 

@@ -340,7 +340,16 @@ impl Watch {
 
 impl ClusterStore for RemoteStore {
     fn get_object<'a>(&'a self, object: &'a ObjectRef) -> Answer<'a, Value> {
-        async { self.send(&object.to_string(), request(Method::GET, &object.path(), None)?).await }.boxed()
+        async {
+            let mut request = request(Method::GET, &object.path(), None)?;
+            if object.kind == Kind::Secret {
+                // That it is there is enough: what is in it never comes here.
+                let metadata = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1";
+                request.headers_mut().insert(header::ACCEPT, http::HeaderValue::from_static(metadata));
+            }
+            self.send(&object.to_string(), request).await
+        }
+        .boxed()
     }
 
     fn list_objects<'a>(&'a self, kind: Kind, filter: &'a Filter) -> Answer<'a, Listed> {

@@ -18,6 +18,7 @@ fn installed() -> Option<&'static TestEnv> {
         let namespace = format!("--namespace={NAMESPACE}");
         let chart = chart();
         let args = ["install", "pilotlight", chart.to_str().unwrap(), &namespace, "--create-namespace"];
+        let args = [&args[..], &["--set=operator.secretNamespaces={default}"]].concat();
         helm(Some(&env), &args).unwrap();
         let crds = ["wait", "--for=condition=Established", "crd", "models.pilotlight.dev"];
         let more = ["modelreplicas.pilotlight.dev", "modelnodes.pilotlight.dev", "--timeout=60s"];
@@ -126,6 +127,8 @@ fn the_operator_may_order_and_tell_and_nothing_else() {
             "watch leases.coordination.k8s.io -n kube-node-lease",
             "create leases.coordination.k8s.io -n pilotlight-system",
             "update leases.coordination.k8s.io/pilotlight-operator -n pilotlight-system",
+            // Where the chart's value says so.
+            "get secrets -n default",
         ],
         NOBODY,
     );
@@ -136,6 +139,9 @@ fn the_operator_may_order_and_tell_and_nothing_else() {
             "patch modelreplicas.pilotlight.dev --subresource=status -A",
             "patch leases.coordination.k8s.io -n kube-node-lease",
             "update leases.coordination.k8s.io/other -n pilotlight-system",
+            "get secrets -n pilotlight-system",
+            "list secrets -n default",
+            "watch secrets -n default",
         ],
     );
     apply(&operator, &replica("ordered", "node-1"), &[]).unwrap();

@@ -9,6 +9,7 @@ const EVERYTHING: &[&str] = &[
     "--set=image.registry=registry.example,image.tag=v9",
     "--set=metrics.serviceMonitor.enabled=true",
     "--set=router.apiKeys.secretName=keys,router.service.type=LoadBalancer",
+    "--set=operator.secretNamespaces={team-a,team-b}",
     "--set=agent.sourcePaths={/srv/models}",
     "--set=agent.seccompProfile=profiles/uring.json,agent.updateStrategy=RollingUpdate",
     "--set-json=agent.pools=[{\"name\":\"a100\",\"nodeSelector\":{\"gpu\":\"a100\"},\"accelerator\":{\"count\":8},\"hostMemoryGiB\":64,\"overheadGiB\":8,\"diskGiB\":1000,\"devices\":[\"cpu\"]},{\"name\":\"cpu\",\"nodeSelector\":{\"gpu\":\"none\"},\"hostMemoryGiB\":2,\"diskGiB\":10,\"devices\":[\"cpu\"]}]",

@@ -206,7 +206,7 @@ impl Talk {
             status.order_generation = generation;
             status.phase = phase;
             if let Some(progress) = progress {
-                (status.bytes_done, status.bytes_total) = (progress.done.get(), progress.total.get());
+                status.moved(progress.done.get(), progress.total.get());
             }
             if phase != ReplicaPhase::Failed {
                 (status.reason, status.message) = (None, String::new());
@@ -389,7 +389,9 @@ impl ReplicaTask {
                     },
                 );
             }
-            None => self.talk.tell(Event::Held, |status| status.bytes_done = status.bytes_total),
+            None => {
+                self.talk.tell(Event::Held, |status| status.moved(status.bytes_total, status.bytes_total));
+            }
         }
         self.talk.until_superseded(&self.held.holding(), Step::Rest).await;
     }

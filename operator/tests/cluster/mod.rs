@@ -57,7 +57,7 @@ pub(crate) fn report(models: &[(&str, u32, u32)]) -> DemandReport {
 }
 
 fn start(store: &Arc<dyn ClusterStore>, clock: &Arc<ManualClock>) -> (Handle, Stop, JoinHandle<()>) {
-    start_as(store, clock, Config::single())
+    start_as(store, clock, Config { secrets: true, ..Config::single() })
 }
 
 fn start_as(
@@ -113,7 +113,7 @@ impl Cluster {
     pub(crate) fn candidate(&self, identity: &str) -> (Handle, Stop, JoinHandle<()>) {
         let time = Duration::from_secs(15);
         let leadership = Leadership::Lease { namespace: "system".into(), identity: identity.into(), time };
-        start_as(&self.store, &self.clock, Config { leadership })
+        start_as(&self.store, &self.clock, Config { leadership, secrets: true })
     }
 
     /// The built-in operator ends.

@@ -8,7 +8,8 @@ use super::draft::{Draft, Known, placed_at};
 use crate::estimate::{Estimate, SIZE_DEFAULT, Seconds, estimate};
 use crate::replica::{Cause, Replica};
 use crate::view::{
-    Accelerator, Claim, Device, DeviceFacts, Hold, ModelFacts, NodeFacts, NodeState, Placed, Slot, View,
+    Accelerator, Claim, Device, DeviceFacts, Hold, ModelFacts, NodeFacts, NodeState, Placed, Slot, Taint,
+    View,
 };
 use crate::{Bandwidth, ByteCount, Tier};
 
@@ -44,6 +45,8 @@ pub enum WhyNot {
     Draining,
     /// A label is missing.
     Selector(String),
+    /// A taint is not tolerated.
+    Tainted(String),
     /// No device of the wanted kind.
     NoDevice,
     /// It serves there.
@@ -69,6 +72,7 @@ impl fmt::Display for WhyNot {
             WhyNot::Paused => f.write_str("paused"),
             WhyNot::Draining => f.write_str("being emptied"),
             WhyNot::Selector(label) => write!(f, "label {label} is missing"),
+            WhyNot::Tainted(taint) => write!(f, "taint {taint} is not tolerated"),
             WhyNot::NoDevice => f.write_str("no device of the wanted kind"),
             WhyNot::Serves => f.write_str("serves it already"),
             WhyNot::Holds => f.write_str("holds it already"),
@@ -256,7 +260,7 @@ pub(super) fn key<'v>(draft: &Draft<'v>, fit: &Fit) -> (u128, std::cmp::Reverse<
     (fit.estimate.total().as_millis(), std::cmp::Reverse(fit.spare), draft.node(fit.slot).name.as_str())
 }
 
-/// People's rules: states and labels.
+/// People's rules: states, labels and taints.
 fn allowed(node: &NodeFacts, model: &ModelFacts) -> Result<(), WhyNot> {
     match node.state {
         NodeState::Ready => {}
@@ -264,10 +268,13 @@ fn allowed(node: &NodeFacts, model: &ModelFacts) -> Result<(), WhyNot> {
         NodeState::Paused => return Err(WhyNot::Paused),
         NodeState::Draining => return Err(WhyNot::Draining),
     }
-    match model.selector.iter().find(|(key, value)| node.labels.get(*key) != Some(*value)) {
-        Some((key, value)) => Err(WhyNot::Selector(format!("{key}={value}"))),
-        None => Ok(()),
+    if let Some((key, value)) =
+        model.selector.iter().find(|(key, value)| node.labels.get(*key) != Some(*value))
+    {
+        return Err(WhyNot::Selector(format!("{key}={value}")));
     }
+    let minds = |taint: &&Taint| !model.tolerations.iter().any(|each| each.tolerates(taint));
+    node.taints.iter().find(minds).map_or(Ok(()), |taint| Err(WhyNot::Tainted(taint.to_string())))
 }
 
 fn largest(node: &NodeFacts) -> ByteCount {

@@ -264,7 +264,7 @@ impl<'v> Draft<'v> {
                 WhyNot::Cooling(..) => (1, ByteCount::ZERO),
                 WhyNot::TooSmall(_, _, has) => (2, *has),
                 WhyNot::NoDevice => (3, ByteCount::ZERO),
-                WhyNot::Selector(_) => (4, ByteCount::ZERO),
+                WhyNot::Selector(_) | WhyNot::Tainted(_) => (4, ByteCount::ZERO),
                 WhyNot::Holds => (5, ByteCount::ZERO),
                 WhyNot::Serves => (6, ByteCount::ZERO),
                 _ => (7, ByteCount::ZERO),
@@ -302,6 +302,12 @@ impl<'v> Draft<'v> {
             WhyNot::Selector(label) => refused(
                 NoRoom::NoMatchingNode,
                 format!("no node has the label {label} of spec.resources.placement.nodeSelector"),
+            ),
+            WhyNot::Tainted(taint) => refused(
+                NoRoom::NoMatchingNode,
+                format!(
+                    "node {node} has the taint {taint}, which spec.resources.placement.tolerations do not cover"
+                ),
             ),
             WhyNot::Holds => {
                 waits(NoRoom::Busy, format!("an earlier order on node {node} is being withdrawn"))
@@ -364,7 +370,7 @@ impl<'v> Draft<'v> {
                 }
             }
         }
-        while adds && holders < model.facts.copies {
+        while adds && model.facts.withheld.is_none() && holders < model.facts.copies {
             match self.roomiest(model) {
                 Ok(slot) => {
                     self.order(model, slot, Hold::Disk, false, "a copy before any request".into());

@@ -224,8 +224,12 @@ impl<'v> Draft<'v> {
         }
     }
 
-    /// A failure of the source that is not old enough to try again: no other node will fare better.
+    /// What the source lacks, or a failure of it that is not old enough to try again: no other node will fare better.
     pub(super) fn source_failure(&self, model: Known<'v>) -> Option<Unplaced> {
+        if let Some(withheld) = &model.facts.withheld {
+            let why = NoRoom::Failed(withheld.cause);
+            return Some(Unplaced { why, message: withheld.message.clone(), retry: false });
+        }
         model.entry.replicas().find_map(|(slot, placed)| {
             let Replica::Failed { cause, message } = &placed.state else { return None };
             if self.node(slot).state() == NodeState::Lost {

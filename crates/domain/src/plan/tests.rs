@@ -171,6 +171,29 @@ fn the_idle_makes_room_and_the_busy_does_not() {
 }
 
 #[test]
+fn what_is_withheld_is_not_placed_and_what_stands_stays() {
+    World::new().node("n1", "").model("a", "withheld").check("");
+    World::new().node("n1", "").model("a", "withheld").wakes("a", 1).check("a refused: there is no Secret");
+    World::new().node("n1", "").model("a", "withheld copies=0").serves("a", "n1").wakes("a", 1).check("");
+}
+
+#[test]
+fn a_taint_keeps_out_who_does_not_tolerate_it() {
+    World::new()
+        .node("n1", "taint=dedicated")
+        .model("a", "copies=0")
+        .wakes("a", 1)
+        .check("a refused: node n1 has the taint dedicated=x:NoSchedule, which spec.resources.placement.tolerations do not cover");
+    let both = World::new().node("n1", "taint=dedicated has=a:host,b:host").node("n2", "");
+    let steps =
+        both.model("a", "copies=0").model("b", "copies=0 tolerates=dedicated").wakes("a", 1).wakes("b", 1);
+    let at: Vec<(String, String)> =
+        steps.plan().steps.iter().map(|step| (step.model().name.clone(), step.node().to_string())).collect();
+    let pair = |a: &str, b: &str| (a.to_owned(), b.to_owned());
+    assert_eq!(at, [pair("a", "n2"), pair("b", "n1")]);
+}
+
+#[test]
 fn what_never_fits_is_refused_with_both_sizes() {
     World::new().node("n1", "host=1GiB").model("a", "size=4GiB copies=0").wakes("a", 1).check(
         "a refused: needs 4.0GiB of host memory, the largest node (n1) has 1GiB: start an agent with more --host-memory, or use a smaller model",

@@ -1,11 +1,13 @@
 //! What is known of models and nodes, as far as a plan needs it.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use crate::replica::Cause;
 use crate::{Bandwidth, ByteCount, Tier};
 
 /// The host pool's unit: weights of one file, and KV pages, take whole chunks.
@@ -138,6 +140,52 @@ impl Default for Scaling {
     }
 }
 
+/// What keeps models away from a node that do not tolerate it, as Kubernetes' taints do.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Taint {
+    /// What it is about.
+    pub key: String,
+    /// More of it; may be empty.
+    pub value: String,
+    /// `NoSchedule` or `NoExecute`: neither lets a model in, and none drives one out.
+    pub effect: String,
+}
+
+impl fmt::Display for Taint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let equals = if self.value.is_empty() { "" } else { "=" };
+        write!(f, "{}{equals}{}:{}", self.key, self.value, self.effect)
+    }
+}
+
+/// Taints that a model does not mind.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Toleration {
+    /// None: whatever it is about.
+    pub key: Option<String>,
+    /// None: whatever its value.
+    pub value: Option<String>,
+    /// None: whatever its effect.
+    pub effect: Option<String>,
+}
+
+impl Toleration {
+    /// Whether it is such a taint.
+    pub fn tolerates(&self, taint: &Taint) -> bool {
+        let same = |wish: &Option<String>, has: &str| wish.as_deref().is_none_or(|wish| wish == has);
+        same(&self.key, &taint.key) && same(&self.value, &taint.value) && same(&self.effect, &taint.effect)
+    }
+}
+
+/// Why a model is not to be placed, though there may be room.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Withheld {
+    /// For code.
+    pub cause: Cause,
+    /// For people: cause and cure.
+    pub message: String,
+}
+
 /// A model's wishes and what is known of its checkpoint.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelFacts {
@@ -149,12 +197,16 @@ pub struct ModelFacts {
     pub digest: String,
     /// How many replicas, when.
     pub scaling: Scaling,
+    /// Something that it needs first is missing. What stands stays.
+    pub withheld: Option<Withheld>,
     /// It drains, and keeps its cache.
     pub suspended: bool,
     /// Nodes that hold it on disk before any request.
     pub copies: u32,
     /// Labels that a node must have.
     pub selector: BTreeMap<String, String>,
+    /// Taints of a node that it does not mind.
+    pub tolerations: Vec<Toleration>,
     /// Which devices may serve it.
     pub accelerator: Accelerator,
     /// What it takes on an accelerator; none: as much as its files.
@@ -174,9 +226,11 @@ impl Default for ModelFacts {
             size: None,
             digest: String::new(),
             scaling: Scaling::default(),
+            withheld: None,
             suspended: false,
             copies: 1,
             selector: BTreeMap::new(),
+            tolerations: Vec::new(),
             accelerator: Accelerator::default(),
             device_memory: None,
             drain: Duration::from_secs(120),
@@ -315,6 +369,8 @@ pub struct NodeFacts {
     pub state: NodeState,
     /// For selectors.
     pub labels: BTreeMap<String, String>,
+    /// Only who tolerates all of them is placed there.
+    pub taints: Vec<Taint>,
     /// The store folder.
     pub disk: TierFacts,
     /// The host pool.

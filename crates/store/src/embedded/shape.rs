@@ -52,7 +52,7 @@ pub(super) fn check(key: &ObjectRef, object: &Value) -> Result<(), StoreError> {
         Kind::Lease => Lease::deserialize(object).err(),
         Kind::Event => Event::deserialize(object).err(),
         Kind::Node => Node::deserialize(object).err(),
-        Kind::Model | Kind::ModelReplica | Kind::ModelNode => None,
+        Kind::Model | Kind::ModelReplica | Kind::ModelNode | Kind::Secret => None,
     };
     causes.extend(misread.map(|error| FieldError::new("", error.to_string())));
     if causes.is_empty() { Ok(()) } else { Err(StoreError::Invalid { object: key.to_string(), causes }) }

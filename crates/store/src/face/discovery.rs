@@ -68,7 +68,7 @@ fn resources(api_version: &str) -> Vec<Value> {
             Kind::ModelNode => (&["mn"], &["pilotlight"]),
             Kind::Event => (&["ev"], &[]),
             Kind::Node => (&["no"], &[]),
-            Kind::Lease => (&[], &[]),
+            Kind::Lease | Kind::Secret => (&[], &[]),
         };
         resources.push(json!({
             "name": kind.plural(), "singularName": kind.name().to_lowercase(), "kind": kind.name(),

@@ -85,7 +85,7 @@ async fn kubectl_shows_columns_and_knows_short_names() {
     let store = cluster.client("test").await;
     let mut made = store.create(&model("a")).await.unwrap();
     let status = json!({
-        "phase": "Warming", "ready": "0/1", "servedNames": ["a"], "residency": { "warmest": "disk" },
+        "phase": "Warming", "ready": "0/1", "servedAs": "a,b", "engine": "native", "residency": { "warmest": "disk" },
         "coldStart": { "summary": "4s" }, "resolved": { "revision": "main", "size": "14.2GiB" }, "url": "http://x",
         "lastRequestTime": "2025-01-31T12:00:00Z",
         "conditions": [
@@ -99,19 +99,17 @@ async fn kubectl_shows_columns_and_knows_short_names() {
     store.create(&replica("a-n2", "n2")).await.unwrap();
     kubectl.apply("{apiVersion: pilotlight.dev/v1alpha1, kind: ModelNode, metadata: {name: n1}, spec: {}}");
 
-    let plain = ["NAME", "PHASE", "READY", "WARMEST", "COLD-START", "LAST-USED", "AGE"];
+    let plain = ["NAME", "PHASE", "READY", "WARMEST", "ENGINE", "COLD-START", "LAST-USED", "AGE"];
     assert_eq!(headings(kubectl, &["mdl"]), plain);
     let wide = ["SERVED-NAME", "REVISION", "SIZE", "REASON", "URL"];
     assert_eq!(headings(kubectl, &["models.pilotlight.dev", "-o", "wide"]), [&plain[..], &wide[..]].concat());
     let row = kubectl.ok(&["get", "mdl", "a", "-o", "wide", "--no-headers"]);
     let cells: Vec<&str> = row.split_whitespace().collect();
-    assert_eq!(cells[..5], ["a", "Warming", "0/1", "disk", "4s"], "{row}");
-    assert_eq!(cells[8..], ["main", "14.2GiB", "Warming", "http://x"], "{row}");
-    assert!(
-        headings(kubectl, &["mr"])
-            .starts_with(&["NAME", "MODEL", "NODE", "HOLD", "PHASE"].map(str::to_owned))
-    );
-    assert!(headings(kubectl, &["mn"]).starts_with(&["NAME", "READY"].map(str::to_owned)));
+    assert_eq!(cells[..6], ["a", "Warming", "0/1", "disk", "native", "4s"], "{row}");
+    assert_eq!(cells[8..], ["a,b", "main", "14.2GiB", "Warming", "http://x"], "{row}");
+    assert_eq!(headings(kubectl, &["mr"]), ["NAME", "MODEL", "NODE", "HOLD", "PHASE", "PROGRESS", "AGE"]);
+    let nodes = ["NAME", "READY", "DEVICES", "DEVICE-FREE", "HOST", "DISK", "MODELS", "SESSIONS", "AGE"];
+    assert_eq!(headings(kubectl, &["mn"]), nodes);
 
     let names = |args: &[&str]| kubectl.ok(&[&["get", "-o", "name"], args].concat());
     let on_n2 = names(&["mr", "--field-selector", "spec.nodeName=n2"]);

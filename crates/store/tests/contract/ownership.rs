@@ -137,28 +137,37 @@ pub(crate) async fn events_are_counted_not_repeated(world: World) {
     let store = &world.store;
     let about = store.create(&model("a")).await.unwrap();
     let note = |reason| events::Note { warning: true, reason, message: "nothing is at file:///x" };
-    let say = async |reason, now: Timestamp| {
-        events::record(&**store, "operator", &about, note(reason), now).await.unwrap();
+    let (first, second) = (events::Recorder::new("operator"), events::Recorder::new("operator"));
+    let say = async |who: &events::Recorder, reason, now: Timestamp| {
+        who.record(&**store, &about, note(reason), now).await.unwrap();
     };
     let now = world.clock.now();
-    say("ResolveFailed", now).await;
-    say("ResolveFailed", now + Duration::from_secs(60)).await;
-    say("Failed", now).await;
+    say(&first, "ResolveFailed", now).await;
+    say(&first, "ResolveFailed", now + Duration::from_secs(60)).await;
+    // Another process does not know what was said.
+    say(&second, "ResolveFailed", now + Duration::from_secs(90)).await;
+    say(&second, "Failed", now).await;
     let filter =
         Filter::namespace("default").field("involvedObject.name", "a").field("reason", "ResolveFailed");
     let told = store.list::<Event>(&filter).await.unwrap().items;
     assert_eq!(told.len(), 1);
-    assert_eq!((told[0].count, told[0].type_.as_deref()), (Some(2), Some("Warning")));
+    assert_eq!((told[0].count, told[0].type_.as_deref()), (Some(3), Some("Warning")));
     assert_ne!(told[0].first_timestamp, told[0].last_timestamp);
+    // A store forgets events; who said one may not know.
+    store.delete::<Event>("default", told[0].metadata.name.as_deref().unwrap()).await.unwrap();
+    say(&second, "ResolveFailed", now).await;
+    let told = store.list::<Event>(&filter).await.unwrap().items;
+    assert_eq!((told.len(), told[0].count), (1, Some(1)));
 }
 
 /// After an hour, and when there are too many.
 pub(crate) async fn events_are_forgotten(world: World) {
     let store = &world.store;
     let about = store.create(&model("a")).await.unwrap();
+    let who = events::Recorder::new("operator");
     let say = async |reason, now: Timestamp| {
         let note = events::Note { warning: true, reason, message: "nothing is at file:///x" };
-        events::record(&**store, "operator", &about, note, now).await.unwrap();
+        who.record(&**store, &about, note, now).await.unwrap();
     };
     say("Old", world.clock.now()).await;
     world.clock.advance(Duration::from_secs(3700));

@@ -88,7 +88,7 @@ impl ReplicaTask {
             let devices: Vec<String> = on.iter().map(|serving| serving.worker.device.to_owned()).collect();
             self.talk.tell(Event::Held, move |status| {
                 (status.serving_on, status.slots) = (devices, slots);
-                status.bytes_done = status.bytes_total;
+                status.moved(status.bytes_total, status.bytes_total);
             });
         }
         if changed {
