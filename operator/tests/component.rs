@@ -210,6 +210,9 @@ async fn a_taint_keeps_out_who_does_not_tolerate_it(cluster: Cluster) {
     let placed = conditions.iter().find(|c| c.kind == ConditionKind::Placed).unwrap();
     assert_eq!(placed.reason, Reason::NoMatchingNode);
     assert!(placed.message.contains("dedicated=team:NoSchedule"), "{}", placed.message);
+    // Nobody could be served, so it is not ready, and says why.
+    let ready = conditions.iter().find(|c| c.kind == ConditionKind::Ready).unwrap();
+    assert_eq!((ready.status, ready.reason), (ConditionStatus::False, Reason::NoMatchingNode));
     let key =
         |key: &str, value: &str| Toleration { key: key.into(), value: value.into(), ..Toleration::default() };
     cluster.model("b", |spec| spec.resources.placement.tolerations = vec![key("dedicated", "team")]).await;

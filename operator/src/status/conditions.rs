@@ -77,7 +77,7 @@ fn ready(
             yes(Reason::ServingOnCpu, "the CPU serves while the accelerator warms up")
         }
         // A request would be told no.
-        ModelPhase::Idle if placed.0 == ConditionStatus::False => placed.clone(),
+        ModelPhase::Idle | ModelPhase::Pending if placed.0 == ConditionStatus::False => placed.clone(),
         ModelPhase::Idle => yes(Reason::IdleAtZero, "at zero; the next request wakes it"),
         ModelPhase::Warming => yes(Reason::Warming, "a load is under way; requests wait for it"),
         ModelPhase::Suspended => no(Reason::Suspended, "suspended by spec.suspend"),
