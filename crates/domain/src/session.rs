@@ -240,6 +240,7 @@ pub struct TokenLogprob {
     /// Its own bytes.
     pub bytes: Vec<u8>,
     /// Natural logarithm of its probability.
+    #[serde(deserialize_with = "finite::number")]
     pub logprob: f32,
 }
 
@@ -353,6 +354,8 @@ mod tests {
             assert!(read(&format!("{{\"{field}\":-1.5}}")).is_ok(), "{field}");
         }
         assert!(read(r#"{"logit_bias":{"3":1e39}}"#).is_err());
+        let logprob = r#"{"id":1,"token":"a","bytes":[97],"logprob":-1e39}"#;
+        assert!(serde_json::from_str::<TokenLogprob>(logprob).is_err());
         assert_eq!(read(r#"{"temperature":null,"logit_bias":{"3":2.5}}"#).unwrap().logit_bias[&3], 2.5);
     }
 
