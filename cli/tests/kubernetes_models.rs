@@ -1,10 +1,26 @@
-//! A Model on a real control plane that Kubernetes' own autoscaler scales.
+//! Models as people write them, on a real control plane: what is wrong with one is told by a condition and an event until
+//! it is put right; and Kubernetes' own autoscaler scales one.
 #![allow(clippy::unwrap_used, reason = "a failed test is what it is for")]
 
 mod cluster;
 
 use cluster::{Fleet, long_model, model};
 use serde_json::{Value, json};
+
+/// Waits until a condition is False for this reason, and gives its message.
+fn wrong(fleet: &Fleet, name: &str, kind: &str, reason: &str) -> String {
+    let find = |model: &Value| {
+        let conditions = model["status"]["conditions"].as_array().into_iter().flatten();
+        let mut found =
+            conditions.filter(|c| c["type"] == kind && c["status"] == "False" && c["reason"] == reason);
+        found.next().map(|c| c["message"].as_str().unwrap_or_default().to_owned())
+    };
+    find(&fleet.until(reason, &["mdl", name], |model| find(model).is_some())).unwrap()
+}
+
+fn idle(fleet: &Fleet, name: &str) {
+    fleet.until("Idle", &["mdl", name], |model| model["status"]["phase"] == "Idle");
+}
 
 /// The demo's Model with something besides in its spec.
 fn with(name: &str, folder: &std::path::Path, more: &Value) -> String {
@@ -16,6 +32,49 @@ fn with(name: &str, folder: &std::path::Path, more: &Value) -> String {
         }
     }
     model.to_string()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_wrong_with_a_model_is_told_until_it_is_put_right() {
+    let Some(fleet) = Fleet::start() else { return };
+    let _operator = fleet.operator("operator-a");
+    let _first = fleet.agent("node-1");
+    let admin = fleet.env.admin();
+    let folder = long_model(&fleet.env.folder());
+    let missing = fleet.env.folder().join("missing");
+
+    admin.apply(&with("nowhere", &missing, &json!({})));
+    admin.apply(&with("closed", &folder, &json!({ "source": { "secretRef": { "name": "hub" } } })));
+    let selector = json!({ "resources": { "placement": { "nodeSelector": { "zone": "b" } } } });
+    admin.apply(&with("elsewhere", &folder, &selector));
+    admin.apply(&with("fast", &folder, &json!({ "resources": { "accelerator": { "class": "gpu" } } })));
+
+    for (name, kind, reason, says, event) in [
+        ("nowhere", "SourceResolved", "SourceNotFound", missing.to_str().unwrap(), "ResolveFailed"),
+        ("closed", "SourceResolved", "SecretMissing", "no Secret `hub`", "ResolveFailed"),
+        ("elsewhere", "Placed", "NoMatchingNode", "zone=b", "PlacementFailed"),
+        ("fast", "Placed", "InsufficientGpu", "spec.resources.accelerator", "PlacementFailed"),
+    ] {
+        let said = wrong(&fleet, name, kind, reason);
+        assert!(said.contains(says), "{name}: {said}");
+        assert_eq!(wrong(&fleet, name, "Ready", reason), said, "{name}");
+        let list = ["events", &format!("--field-selector=involvedObject.name={name},reason={event}")];
+        fleet.until(event, &list, |list| !list["items"].as_array().unwrap().is_empty());
+    }
+
+    // Each cause goes, and nobody touches the Models.
+    std::fs::create_dir(&missing).unwrap();
+    for file in std::fs::read_dir(&folder).unwrap() {
+        let file = file.unwrap();
+        std::fs::copy(file.path(), missing.join(file.file_name())).unwrap();
+    }
+    admin.ok(&["create", "secret", "generic", "hub", "--from-literal=token=x"]);
+    admin.ok(&["label", "node", "node-1", "zone=b"]);
+    let _second = fleet
+        .agent_with("node-2", &["--host-memory", "256MiB", "--device", "cpu", "--device", "sim:memory=1GiB"]);
+    for name in ["nowhere", "closed", "elsewhere", "fast"] {
+        idle(&fleet, name);
+    }
 }
 
 /// There is no metrics API here: what is seen is that the autoscaler finds the scale subresource, keeps the number within

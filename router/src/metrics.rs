@@ -1,15 +1,17 @@
 //! Everything that the router counts, registered once.
 
+mod cold_starts;
 mod moves;
 
 use std::collections::HashSet;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use pilotlight_domain::{ModelName, Phase, Phases};
+use pilotlight_domain::{ModelName, Phases};
 use pilotlight_kit::metrics::{Described, Register};
 use prometheus::{Histogram, HistogramVec, IntCounter, IntCounterVec, IntGauge, Registry};
 
+use self::cold_starts::ColdStarts;
 pub(crate) use self::moves::Moves;
 
 /// More models than this share the label `other`.
@@ -23,8 +25,6 @@ const TOKEN_BUCKETS: &[f64] = &[0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1
 /// The router's own time.
 const OVERHEAD_BUCKETS: &[f64] =
     &[0.000_05, 0.000_1, 0.000_15, 0.000_3, 0.000_6, 0.001, 0.0025, 0.005, 0.01, 0.1];
-/// Estimate ÷ actual: 1 is right.
-const RATIO_BUCKETS: &[f64] = &[0.1, 0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.05, 1.1, 1.2, 1.5, 2.0, 4.0, 10.0];
 
 /// How a request found its model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,9 +75,7 @@ pub(crate) struct Metrics {
     pub(crate) tokens_dropped: IntCounter,
     cpu_served_tokens: IntCounter,
     pub(crate) moves: Moves,
-    cold_start_seconds: HistogramVec,
-    cold_start_phase_seconds: HistogramVec,
-    cold_start_estimate_error_ratio: Histogram,
+    cold_starts: ColdStarts,
     models: Mutex<HashSet<ModelName>>,
 }
 
@@ -166,23 +164,7 @@ impl Metrics {
                 "Tokens of answers that a CPU gave; of those in tokens_total",
             )?,
             moves: Moves::register(r)?,
-            cold_start_seconds: r.histograms(
-                "cold_start_seconds",
-                "Arrival to first token where no replica was ready, by the tier the weights came from",
-                START_BUCKETS,
-                &["namespace", "model", "path"],
-            )?,
-            cold_start_phase_seconds: r.histograms(
-                "cold_start_phase_seconds",
-                "The partition of cold starts: a start's phases add up to its cold_start_seconds",
-                START_BUCKETS,
-                &["phase"],
-            )?,
-            cold_start_estimate_error_ratio: r.histogram(
-                "cold_start_estimate_error_ratio",
-                "Predicted / actual time of cold starts; below 1 it took longer than was said",
-                RATIO_BUCKETS,
-            )?,
+            cold_starts: ColdStarts::register(r)?,
             models: Mutex::default(),
         })
     }
@@ -252,17 +234,7 @@ impl Metrics {
 
     pub(crate) fn cold_start(&self, model: &ModelName, path: &str, phases: &Phases, estimate: Option<f64>) {
         let (namespace, model) = self.labels(model);
-        let path = match path {
-            "host" | "disk" | "remote" | "device" => path,
-            _ => "unknown",
-        };
-        self.cold_start_seconds.with_label_values(&[namespace, model, path]).observe(phases.total());
-        for phase in Phase::ALL {
-            self.cold_start_phase_seconds.with_label_values(&[phase.as_str()]).observe(phases.get(phase));
-        }
-        if let Some(estimate) = estimate.filter(|e| *e > 0.0) {
-            self.cold_start_estimate_error_ratio.observe(estimate / phases.total().max(1e-6));
-        }
+        self.cold_starts.observe(namespace, model, path, phases, estimate);
     }
 }
 
