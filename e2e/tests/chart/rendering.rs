@@ -101,6 +101,10 @@ fn a_server_takes_every_object() {
     let Some(env) = TestEnv::shared(Level::B) else { return };
     let namespace = env.namespace();
     let flag = format!("--namespace={namespace}");
+    // Where the operator may look for Secrets.
+    for team in ["team-a", "team-b"] {
+        env.admin().ok(&["create", "namespace", team]);
+    }
     for more in [&[][..], &EVERYTHING[2..]] {
         let rendered = template(&[&[flag.as_str()], more].concat());
         // Our kinds are not there yet: a dry run makes nothing.
