@@ -1,6 +1,6 @@
 //! The pause of a session that moves, at several lengths, beside its goal: between nodes also beside what the worker's
 //! prefill rate makes of it, between the devices of one node beside two decode steps. Real processes on one machine:
-//! `cargo bench -p pilotlight --bench replay -- rounds=20`.
+//! `cargo bench -p pilotlight --bench replay -- rounds=20`, with `inside` or `between` for one part alone.
 #![allow(clippy::print_stdout, clippy::unwrap_used, reason = "it prints, and a failure ends it")]
 #![allow(clippy::disallowed_methods, reason = "arguments")]
 #![allow(missing_docs, reason = "a program")]
@@ -30,8 +30,13 @@ const ATTEMPTS: usize = 4;
 async fn main() {
     let rounds = std::env::args().find_map(|arg| arg.strip_prefix("rounds=")?.parse().ok()).unwrap_or(10);
     assert!(demo_model().is_dir());
-    inside_a_node(rounds).await;
-    between_nodes(rounds).await;
+    let only = |part: &str| std::env::args().any(|arg| arg == part);
+    if !only("between") {
+        inside_a_node(rounds).await;
+    }
+    if !only("inside") {
+        between_nodes(rounds).await;
+    }
 }
 
 async fn between_nodes(rounds: usize) {
