@@ -111,9 +111,9 @@ async fn inside_a_node(rounds: usize) {
 async fn handover(folder: &Path, long: &Path, length: usize) -> Option<(f64, f64)> {
     let data = folder.join("data");
     let up = Up::start_in(&data, &["--device", "cpu", "--device", "sim:start=1s,copy=4GiB/s,memory=1GiB"]);
-    // As long as the CPU likes: what is measured is the move, not the wait of a session that has said its share there.
+    // However long the prompt: what is measured is the move.
     let mut manifest = model("demo", long, json!({}));
-    manifest["spec"]["coldStart"] = json!({ "cpu": { "maxTokens": 100_000 } });
+    manifest["spec"]["coldStart"] = json!({ "cpu": { "maxTokens": 0 } });
     up.apply(&[manifest]);
     let (id, mut stream) = open(&up, length).await;
     // Its `moved` is said after the first token from there; until then the CPU speaks.
@@ -140,7 +140,10 @@ async fn open(up: &Up, length: usize) -> (String, Incoming) {
     let prompt: Vec<usize> = (0..length).map(|n| 10 + n * 7 % 900).collect();
     let body = json!({ "model": "demo", "prompt": prompt, "max_tokens": 4_000, "ignore_eos": true, "stream": true,
                        "temperature": 1.0 });
-    let answer = up.send("POST", "/v1/completions", body.to_string()).await;
+    // A CPU that has prefilled nothing yet is predicted to be slow: a long prompt would wait for the device.
+    let answer = up
+        .send_with("POST", "/v1/completions", &[("x-pilotlight-cold-start", "cpu")], body.to_string())
+        .await;
     assert_eq!(answer.status(), 200);
     let id = answer.headers()["x-request-id"].to_str().unwrap().to_owned();
     let mut stream = answer.into_body();

@@ -61,16 +61,15 @@ async fn a_store_on_a_full_disk_says_so_serves_on_and_goes_on() {
     let text = up.complete("before", json!({})).await;
     let filled = fill(&seen(&up));
     let manifest = dir.path().join("late.json");
-    std::fs::write(&manifest, model("late", &demo_model(), json!({})).to_string()).unwrap();
-    let apply = || up.run(&["apply", "-f", manifest.to_str().unwrap()]);
-    // The last page of the store's file has some room.
-    let refused = loop {
-        let output = apply();
-        if !output.status.success() {
-            break said(&output);
-        }
-        up.ok(&["delete", "model", "late"]);
+    let apply = |name: &str| {
+        std::fs::write(&manifest, model(name, &demo_model(), json!({})).to_string()).unwrap();
+        up.run(&["apply", "-f", manifest.to_str().unwrap()])
     };
+    // The last page of the store's file has some room.
+    let (late, refused) = (0..)
+        .map(|n| (format!("late-{n}"), apply(&format!("late-{n}"))))
+        .find_map(|(name, output)| (!output.status.success()).then(|| (name, said(&output))))
+        .unwrap();
     for words in ["cannot be written", "its disk is full", "free space"] {
         assert!(refused.contains(words), "{refused}");
     }
@@ -78,11 +77,11 @@ async fn a_store_on_a_full_disk_says_so_serves_on_and_goes_on() {
     assert_eq!(up.model("before")["metadata"]["name"], "before", "and readers see it");
     std::fs::remove_file(filled).unwrap();
     let deadline = std::time::Instant::now() + world::PATIENCE;
-    while !apply().status.success() {
+    while !apply(&late).status.success() {
         assert!(std::time::Instant::now() < deadline, "writes never went on\n{}", up.log());
         tokio::time::sleep(std::time::Duration::from_millis(100)).await;
     }
-    assert_eq!(up.complete("late", json!({})).await, text);
+    assert_eq!(up.complete(&late, json!({})).await, text);
     let log = up.log();
     assert!(!log.contains("panicked"), "{log}");
     assert_eq!(log.matches("the store takes no writes until its disk does").count(), 1, "told once: {log}");

@@ -192,12 +192,21 @@ impl Up {
 
     /// Sends a request; the body comes as it comes.
     pub async fn send(&self, method: &str, path: &str, body: impl Into<Bytes>) -> http::Response<Incoming> {
-        let mut request = http::Request::builder()
-            .method(method)
-            .uri(format!("{}{path}", self.url))
-            .header("content-type", "application/json")
-            .body(Full::new(body.into()))
-            .unwrap();
+        self.send_with(method, path, &[], body).await
+    }
+
+    /// The same with headers of its own.
+    pub async fn send_with(
+        &self,
+        method: &str,
+        path: &str,
+        headers: &[(&str, &str)],
+        body: impl Into<Bytes>,
+    ) -> http::Response<Incoming> {
+        let request = http::Request::builder().method(method).uri(format!("{}{path}", self.url));
+        let headers = [("content-type", "application/json")].iter().chain(headers);
+        let request = headers.fold(request, |request, (name, value)| request.header(*name, *value));
+        let mut request = request.body(Full::new(body.into())).unwrap();
         if let Some(key) = &self.key {
             request.headers_mut().insert("authorization", format!("Bearer {key}").parse().unwrap());
         }

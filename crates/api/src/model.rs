@@ -311,7 +311,7 @@ defaulted! {
         mode: CpuMode = CpuMode::Auto,
         /// At most so many sessions.
         max_sessions: i32 = 2,
-        /// At most so many tokens each before it must have moved: it waits for the accelerator then. 0 is no bound.
+        /// Whose prompt is about so many tokens at most; a longer one waits for the accelerator. 0 is no bound.
         max_tokens: i32 = 512,
     }
 }

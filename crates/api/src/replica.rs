@@ -51,7 +51,7 @@ pub struct ModelReplicaSpec {
     /// With `device: Gpu`: so many sessions may begin on the CPU while the accelerator is not ready.
     #[serde(default)]
     pub cpu_sessions: i32,
-    /// Each of them says at most so many tokens there, and waits for the accelerator then; 0 is no bound.
+    /// Whose prompt is about so many tokens at most; 0 is no bound.
     #[serde(default)]
     pub cpu_tokens: i32,
     /// Grows per node; agents persist what they accepted and refuse older.

@@ -192,11 +192,13 @@ impl Bench {
             }
         };
         let home = worker.is_accelerator() == (target != Target::Cpu);
-        let (sessions_max, tokens_max) = match target {
-            Target::Accelerator { cpu_sessions, cpu_tokens } if !home => (cpu_sessions, cpu_tokens),
-            _ => (u32::MAX, None),
+        let (sessions_max, prompt_max) = match target {
+            Target::Accelerator { cpu_sessions, cpu_tokens } if !home => {
+                (cpu_sessions, cpu_tokens.unwrap_or(u32::MAX))
+            }
+            _ => (u32::MAX, u32::MAX),
         };
-        Place { serving, expected, rates: worker.rates(&self.set.node), sessions_max, tokens_max, home }
+        Place { serving, expected, rates: worker.rates(&self.set.node), sessions_max, prompt_max, home }
     }
 
     fn reading_left(&self) -> Duration {

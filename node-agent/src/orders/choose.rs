@@ -30,7 +30,7 @@ pub(crate) struct Offer {
     pub(crate) ready_in: Duration,
     /// Tokens each second, measured or assumed; more than zero.
     pub(crate) prefill: f64,
-    /// It has as many sessions as it may have.
+    /// It takes no such session, or no more of them.
     pub(crate) full: bool,
 }
 

@@ -42,8 +42,8 @@ pub(crate) struct Place {
     pub(crate) rates: (f64, f64),
     /// At most so many sessions.
     pub(crate) sessions_max: u32,
-    /// Each says at most so many tokens here before it must have moved home.
-    pub(crate) tokens_max: Option<u32>,
+    /// With at most so many tokens in the prompt.
+    pub(crate) prompt_max: u32,
     /// The device that the order names: sessions that began elsewhere move to it.
     pub(crate) home: bool,
 }
@@ -52,6 +52,12 @@ impl Place {
     /// Where it serves now.
     pub(crate) fn ready(&self) -> Option<&Serving> {
         self.serving.as_ref().filter(|serving| !serving.life.dead.is_cancelled())
+    }
+
+    /// What it offers a session with such a prompt.
+    pub(crate) fn offer_to(&self, prompt_tokens: u32, now: Instant) -> Offer {
+        let offer = self.offer(now);
+        Offer { full: offer.full || prompt_tokens > self.prompt_max, ..offer }
     }
 
     pub(crate) fn offer(&self, now: Instant) -> Offer {

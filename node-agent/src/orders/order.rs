@@ -56,7 +56,7 @@ pub(crate) enum Target {
     Accelerator {
         /// So many sessions may begin on the CPU while it is not ready.
         cpu_sessions: u32,
-        /// Each says at most so many tokens there, and waits for the accelerator then; none: no bound.
+        /// Whose prompt is about so many tokens at most; none: no bound.
         cpu_tokens: Option<u32>,
     },
 }

@@ -39,10 +39,6 @@ pub(super) struct Course {
     steered: bool,
     /// No hand-over before; none: never.
     try_at: Option<Instant>,
-    /// Tokens that were said before it was here.
-    said_before: usize,
-    /// It has said what it may say away from its home, and waits for that.
-    rests: bool,
     since: Instant,
 }
 
@@ -70,19 +66,7 @@ impl Course {
         let held = if first.hold { std::mem::take(&mut first.generated) } else { Vec::new() };
         let (prompt_ids, replay, waiting) = Default::default();
         let (open, since) = (vec![source], Instant::now());
-        Course {
-            first,
-            prompt_ids,
-            held,
-            replay,
-            open,
-            waiting,
-            steered: false,
-            try_at: Some(since),
-            said_before: 0,
-            rests: false,
-            since,
-        }
+        Course { first, prompt_ids, held, replay, open, waiting, steered: false, try_at: Some(since), since }
     }
 
     /// By a clock that does not jump.
@@ -122,28 +106,6 @@ impl Course {
     /// Begins a hand-over.
     pub(super) fn begin_move(&mut self) -> Vec<Outcome> {
         self.feed(Event::Move { kind: Kind::HandOver, must: false }, None)
-    }
-
-    /// Stops a session that has said as many tokens as it may say away from its home, and lets it go on where there is
-    /// no such bound any more, or no move. Call it after everything that happened.
-    pub(super) fn rest(&mut self, tokens_max: Option<u32>) -> Vec<Outcome> {
-        let Some(replay) = self.replay.as_ref().filter(|_| self.is_settled() && !self.steered) else {
-            return Vec::new();
-        };
-        let said = replay.ids().len().saturating_sub(self.said_before);
-        let enough = tokens_max.is_some_and(|max| said >= max as usize) && self.try_at.is_some();
-        match (enough, self.rests, self.source().map(|seated| seated.name)) {
-            (true, false, Some(source)) => {
-                self.rests = true;
-                tracing::info!(said, "as many tokens as the CPU may say: it waits for its device");
-                vec![Outcome::Tell(source, SessionCommand::Freeze)]
-            }
-            (false, true, _) => {
-                self.rests = false;
-                self.feed(Event::Resume, None)
-            }
-            _ => Vec::new(),
-        }
     }
 
     pub(super) fn tick(&mut self) -> Vec<Outcome> {
@@ -186,10 +148,6 @@ impl Course {
             }
             _ if self.replay.is_none() && event.is_last() => return vec![Outcome::End(event)],
             _ if self.replay.is_none() => return vec![Outcome::Say(event)],
-            // It rests, as we told it.
-            SessionEvent::Frozen { .. } if is_source && self.rests && !self.steered && self.is_settled() => {
-                return Vec::new();
-            }
             // Its answers to the router.
             SessionEvent::Prepared { .. } | SessionEvent::Frozen { .. } if is_source && self.is_settled() => {
                 return vec![Outcome::Say(event)];
@@ -199,9 +157,8 @@ impl Course {
         self.feed(Event::Said { by, event: &event }, Some(&event))
     }
 
-    fn machine(&mut self, epoch: u32, known: Vec<TokenId>) -> Replay {
+    fn machine(&self, epoch: u32, known: Vec<TokenId>) -> Replay {
         let generated = if known.is_empty() { self.first.generated.clone() } else { known };
-        self.said_before = generated.len();
         let spec = SessionSpec { epoch, generated, ..self.first.clone() };
         let policy = Policy { gap_max: GAP_MAX, ..Policy::default().without_recovery() };
         Replay::new(&spec, self.prompt_ids.clone(), policy, self.now())
@@ -232,7 +189,7 @@ impl Course {
             Effect::Command { opening, command } => out.push(Outcome::Tell(opening, command)),
             Effect::Close { opening } => self.open.retain(|seated| seated.name != opening),
             Effect::Switched { opening, epoch, next_index } => {
-                (self.steered, self.rests) = (false, false);
+                self.steered = false;
                 let device = self.open.iter().find(|seated| seated.name == opening);
                 if let Some(device) = device.map(|seated| seated.serving.worker.device) {
                     out.push(Outcome::RunsOn(device));

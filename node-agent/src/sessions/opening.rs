@@ -55,10 +55,11 @@ pub(super) fn look(face: &Face, prompt_tokens: u32, on_cpu: bool) -> Result<Look
 
 fn pick(places: &[Place], prompt_tokens: u32, on_cpu: bool) -> Look {
     let now = Instant::now();
-    let meanwhile = |place: &&Place| on_cpu && !place.home && !place.offer(now).full;
+    let offer = |place: &Place| place.offer_to(prompt_tokens, now);
+    let meanwhile = |place: &&Place| on_cpu && !place.home && !offer(place).full;
     // Who serves beside the home is the CPU.
     let places = places.iter().find(meanwhile).map_or(places, std::slice::from_ref);
-    let offers: Vec<_> = places.iter().map(|place| place.offer(now)).collect();
+    let offers: Vec<_> = places.iter().map(offer).collect();
     match choose(&offers, prompt_tokens) {
         Choice::Wait(at_most) => Look::Wait(at_most),
         Choice::Begin(at) => match places[at].ready() {
@@ -82,15 +83,6 @@ pub(super) fn home_of(face: &Face, from: &Serving) -> Option<(Serving, Counted)>
 /// Whether a session does better at its home. Where nothing was measured, the order knows best.
 fn pays(here: &Place, home: &Place) -> bool {
     here.rates.1 <= 0.0 || home.rates.1 <= 0.0 || home.rates.1 > here.rates.1
-}
-
-/// How many tokens a session may say on `here` before it must have moved home; none: no bound, or no move.
-pub(super) fn tokens_max(face: &Face, here: &Serving) -> Option<u32> {
-    let view = face.view.borrow();
-    let View::Open(places) = &*view else { return None };
-    let place = places.iter().find(|place| place.ready().is_some_and(|ready| ready.is(here)))?;
-    let home = places.iter().find(|place| place.home)?;
-    place.tokens_max.filter(|_| !place.home && pays(place, home))
 }
 
 /// About how many tokens a session's worker has to prefill.

@@ -16,7 +16,7 @@ use tokio::time::Instant;
 
 use super::LINES;
 use super::course::{Course, Outcome};
-use super::opening::{Look, Seated, home_of, look, prompt_tokens, said, tokens_max};
+use super::opening::{Look, Seated, home_of, look, prompt_tokens, said};
 use super::refusal::Refusal;
 use super::table::Listed;
 use crate::orders::face::{Counted, Entered, Face, Serving, View};
@@ -172,8 +172,6 @@ impl Session {
                 todo.extend(course.begin_move());
             }
         }
-        let tokens_max = course.source().and_then(|source| tokens_max(&self.face, &source.serving));
-        todo.extend(course.rest(tokens_max));
         while let Some(outcome) = todo.pop_front() {
             match outcome {
                 Outcome::Say(event) => lines.push(self.tell(event)),

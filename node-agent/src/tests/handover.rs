@@ -117,35 +117,27 @@ async fn who_asks_for_the_cpu_begins_there_though_the_device_would_be_sooner() {
     assert_eq!((world.worker.count("start"), world.sim.count("start")), (1, 1));
 }
 
-/// Orders model `m` on the device, and that sessions say one token on the CPU at most.
-async fn one_token_on_the_cpu(world: &mut World, uri: &str) {
+#[tokio::test]
+async fn a_prompt_that_is_too_long_for_the_cpu_waits_for_the_device_though_it_asks_for_the_cpu() {
+    let (mut world, uri) = World::with_sim().await;
     let device = pilotlight_api::replica::Device::Gpu;
-    let change = |s: &mut pilotlight_api::ModelReplicaSpec| (s.device, s.cpu_tokens) = (device, 1);
-    let generation = world.order_with("m", uri, Hold::Device, change).await;
+    let change = |s: &mut pilotlight_api::ModelReplicaSpec| (s.device, s.cpu_tokens) = (device, 2);
+    let generation = world.order_with("m", &uri, Hold::Device, change).await;
     world.phase("m", generation, ReplicaPhase::Ready).await;
-}
-
-#[tokio::test]
-async fn a_session_that_has_said_enough_on_the_cpu_waits_for_its_device() {
-    let (mut world, uri) = World::with_sim().await;
-    one_token_on_the_cpu(&mut world, &uri).await;
-    let mut session = world.session("m", None).await;
-    assert_eq!(short(&[session.next().await.unwrap(), session.next().await.unwrap()]), "accepted t0");
-    // It is told to stop; the router hears nothing of it.
-    world.worker.seen("command", 1).await;
+    let spec = |id: &str, prompt: &[u32], on_cpu: bool| {
+        serde_json::json!({
+            "id": id, "model": { "namespace": "default", "name": "m" }, "input": { "tokens": prompt },
+            "sampling": { "max_tokens": 1 }, "on_cpu": on_cpu,
+        })
+        .to_string()
+    };
+    let mut long = world.post(&spec("long", &[1, 2, 3], false)).await;
+    let mut asks = world.post(&spec("asks", &[1, 2, 3], true)).await;
+    let mut short_prompt = world.post(&spec("short", &[1, 2], false)).await;
+    assert_eq!(short(&short_prompt.rest().await), "accepted t0 done");
+    assert_eq!((world.worker.count("start"), world.sim.count("start")), (1, 0));
     world.sim.starting.store(false, Ordering::SeqCst);
-    assert_eq!(short(&[session.next().await.unwrap(), session.next().await.unwrap()]), "moved t1");
-    assert_eq!(world.sim.count("start"), 1);
-}
-
-#[tokio::test]
-async fn a_session_that_waits_for_its_device_goes_on_where_it_is_when_that_is_its_home_now() {
-    let (mut world, uri) = World::with_sim().await;
-    one_token_on_the_cpu(&mut world, &uri).await;
-    let mut session = world.session("m", None).await;
-    assert_eq!(short(&[session.next().await.unwrap(), session.next().await.unwrap()]), "accepted t0");
-    world.worker.seen("command", 1).await;
-    world.order("m", &uri, Hold::Host).await;
-    assert_eq!(short(&[session.next().await.unwrap(), session.next().await.unwrap()]), "moved t1");
-    assert_eq!(world.sim.count("start"), 0);
+    assert_eq!(short(&long.rest().await), "accepted t0 done");
+    assert_eq!(short(&asks.rest().await), "accepted t0 done");
+    assert_eq!((world.worker.count("start"), world.sim.count("start")), (1, 2));
 }

@@ -203,11 +203,6 @@ impl Replay {
             Event::Move { kind, must } => self.wanted(kind, must, now, &mut out),
             Event::Abort => self.give_up(NotMoved::Aborted, now, &mut out),
             Event::Tick => self.tick(now, &mut out),
-            Event::Resume => {
-                if let State::Serving(source) = self.state {
-                    self.thaw(source.opening, now, &mut out);
-                }
-            }
             Event::Cancel => self.close_all(&mut out),
             Event::GiveUp { failure } => self.end(failure.clone(), now, &mut out),
         }

@@ -8,7 +8,7 @@ use crate::{Phases, Timestamp};
 
 /// Takes a story of words. Said by opening `n` in epoch `e`: `n:token e i`, `n:accepted`, `n:prepared i rate`,
 /// `n:frozen i`, `n:moved e i`, `n:done`, `n:failed` (elsewhere), `n:refused` (for good). Otherwise `lost n`, `move`,
-/// `must`, `handover`, `abort`, `resume`, `tick`, `cancel`, `gone`, and `+ms` lets time pass.
+/// `must`, `handover`, `abort`, `tick`, `cancel`, `gone`, and `+ms` lets time pass.
 fn told(policy: Policy, story: &str) -> String {
     let first: SessionSpec = serde_json::from_str(
         r#"{"id":"s","model":{"namespace":"default","name":"m"},"input":{"text":"hi"},"sampling":{"max_tokens":9}}"#,
@@ -30,7 +30,6 @@ fn told(policy: Policy, story: &str) -> String {
             (None, "must") => Event::Move { kind: Kind::Migration, must: true },
             (None, "handover") => Event::Move { kind: Kind::HandOver, must: false },
             (None, "abort") => Event::Abort,
-            (None, "resume") => Event::Resume,
             (None, "cancel") => Event::Cancel,
             (None, "gone") => Event::GiveUp { failure: &failure },
             (None, "tick") => {
@@ -113,16 +112,6 @@ fn shown(replay: &Replay, first: &SessionSpec, effect: Effect) -> String {
 
 fn check(story: &str, expect: &str) {
     assert_eq!(told(Policy::default(), story), expect, "{story}");
-}
-
-#[test]
-fn a_session_that_was_frozen_outside_of_a_move_goes_on_in_a_new_epoch() {
-    check(
-        "0:token 0 0; resume; 0:moved 1 1; 0:token 0 1; 0:token 1 1",
-        "say; 0: release in 1, 1+0; 0 serves in 1 from 1; drop; say",
-    );
-    // A move ends it as well.
-    check("move; resume", "open 1 with 0, held");
 }
 
 #[test]

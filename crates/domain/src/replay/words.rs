@@ -111,8 +111,6 @@ pub enum Event<'a> {
     },
     /// Somebody does not want it elsewhere any more.
     Abort,
-    /// Who serves was frozen outside of a move, and is to go on.
-    Resume,
     /// Time has passed; see [`Replay::due`](super::Replay::due).
     Tick,
     /// The client is gone.

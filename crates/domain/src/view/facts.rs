@@ -76,7 +76,7 @@ pub struct Content {
     pub pin_host: bool,
     /// So many sessions may begin on the CPU while an accelerator is not ready; 0: none.
     pub cpu_sessions: u32,
-    /// Each says at most so many tokens there, and waits for the accelerator then; 0: no bound.
+    /// Whose prompt is about so many tokens at most; 0: no bound.
     pub cpu_tokens: u32,
 }
 
