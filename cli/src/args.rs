@@ -440,6 +440,9 @@ pub(crate) struct RouterArgs {
     /// machine alone.
     #[arg(long, value_name = "HOST:PORT")]
     pub(crate) admin_listen: Option<String>,
+    /// From the first signal to the end: streams may finish meanwhile.
+    #[arg(long, default_value_t = 60, value_name = "SECONDS")]
+    pub(crate) drain_seconds: u32,
     #[command(flatten)]
     pub(crate) settings: pilotlight_router::Settings,
 }
@@ -465,6 +468,9 @@ pub(crate) struct AgentArgs {
     /// How routers reach it; default: the address it listens on.
     #[arg(long, value_name = "URL")]
     pub(crate) advertise: Option<String>,
+    /// From the first signal to the end: sessions move away or finish meanwhile.
+    #[arg(long, default_value_t = 25, value_name = "SECONDS")]
+    pub(crate) drain_seconds: u32,
     /// Ends when the process that started it ends.
     #[arg(long, hide = true)]
     pub(crate) die_with_parent: bool,

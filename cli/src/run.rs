@@ -14,8 +14,6 @@ use crate::up;
 
 /// From the first signal to the end: `up` promises 30 s.
 const GRACE: Duration = Duration::from_secs(25);
-/// A router's streams cannot be handed over: they may finish.
-const ROUTER_GRACE: Duration = Duration::from_secs(60);
 /// What ended last is told to the collector, if it listens.
 const FLUSH: Duration = Duration::from_secs(1);
 
@@ -114,8 +112,14 @@ async fn on_runtime(command: Command, filter: String) -> Result<(), Failure> {
         Command::Migrate(args) => sessions::migrate(args).await,
         Command::Drain(args) => sessions::drain(args).await,
         Command::Operator(args) => parts::operator(args, Stop::on_signals(GRACE)?).await,
-        Command::Router(args) => parts::router(args, Stop::on_signals(ROUTER_GRACE)?).await,
-        Command::Agent(args) => parts::agent(*args, filter, Stop::on_signals(GRACE)?).await,
+        Command::Router(args) => {
+            let drain = Duration::from_secs(args.drain_seconds.into());
+            parts::router(args, Stop::on_signals(drain)?, drain).await
+        }
+        Command::Agent(args) => {
+            let drain = Duration::from_secs(args.drain_seconds.into());
+            parts::agent(*args, filter, Stop::on_signals(drain)?).await
+        }
         Command::Completions { .. }
         | Command::Key(_)
         | Command::Metrics

@@ -19,8 +19,8 @@ use crate::failure::Failure;
 use crate::output::print;
 use crate::up;
 
-/// Open requests have so long after a stop.
-const DRAIN: Duration = Duration::from_secs(60);
+/// The operator's open requests have so long after a stop: routers ask again.
+const OPERATOR_DRAIN: Duration = Duration::from_secs(60);
 
 async fn cluster(args: &ClusterArgs, part: &str) -> Result<Arc<dyn ClusterStore>, Failure> {
     let store = RemoteStore::from_kubeconfig(args.kubeconfig.as_deref(), &format!("pilotlight-{part}")).await;
@@ -41,18 +41,18 @@ struct Faces {
 }
 
 /// Serves on `listen` until `stop`, and what has an address of its own there until `after`. With one address for all it
-/// is served until `after`: who asks for health meanwhile is told that the part drains.
+/// is served until `after`: who asks for health meanwhile is told that the part drains. What is open then has `drain`.
 async fn serve(
     Faces { app, management, health }: Faces,
     (listen, admin_listen): (&str, Option<&str>),
-    stop: Stop,
-    after: Stop,
+    (stop, after): (Stop, Stop),
+    drain: Duration,
 ) -> Result<tokio::task::JoinHandle<()>, Failure> {
     let listener = http::bind(listen).await?;
     let address = listener.local_addr()?;
     let (app, stop) = match admin_listen {
         Some(admin) => {
-            tokio::spawn(http::serve(http::bind(admin).await?, health.merge(management), after, DRAIN));
+            tokio::spawn(http::serve(http::bind(admin).await?, health.merge(management), after, drain));
             (app, stop)
         }
         None => {
@@ -61,7 +61,7 @@ async fn serve(
         }
     };
     let serving =
-        tokio::spawn(http::serve(listener, app.fallback(pilotlight_router::not_found), stop, DRAIN));
+        tokio::spawn(http::serve(listener, app.fallback(pilotlight_router::not_found), stop, drain));
     print(&format!("ready http://{address}\n"))?;
     Ok(serving)
 }
@@ -78,13 +78,13 @@ pub(crate) async fn operator(args: OperatorArgs, stop: Stop) -> Result<(), Failu
         health: admin::routes(registry, operator.handle().ready()),
     };
     let listen = (args.listen.as_str(), args.admin_listen.as_deref());
-    let serving = serve(faces, listen, stop.clone(), stop.clone()).await?;
+    let serving = serve(faces, listen, (stop.clone(), stop.clone()), OPERATOR_DRAIN).await?;
     operator.run(stop).await;
     Ok(serving.await?)
 }
 
-/// Runs the router alone.
-pub(crate) async fn router(args: RouterArgs, stop: Stop) -> Result<(), Failure> {
+/// Runs the router alone. Its streams have `drain` to end after a stop.
+pub(crate) async fn router(args: RouterArgs, stop: Stop, drain: Duration) -> Result<(), Failure> {
     if args.settings.api_keys.is_none() && up::guard::is_open_address(&args.listen).await {
         tracing::warn!(
             listen = args.listen,
@@ -102,7 +102,7 @@ pub(crate) async fn router(args: RouterArgs, stop: Stop) -> Result<(), Failure> 
     };
     let after = Stop { graceful: CancellationToken::new(), abort: stop.abort.clone() };
     let listen = (args.listen.as_str(), args.admin_listen.as_deref());
-    let serving = serve(faces, listen, stop.clone(), after.clone()).await?;
+    let serving = serve(faces, listen, (stop.clone(), after.clone()), drain).await?;
     router.run(stop).await;
     after.stop();
     Ok(serving.await?)
