@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use pilotlight_api::model::{CpuMode, Pin, Resolved, TolerationOperator};
+use pilotlight_api::model::{CpuMode, ModelSpec, MoveCause, Pin, Resolved, TolerationOperator};
 use pilotlight_api::node::{DeviceStatus, TierStatus};
 use pilotlight_api::replica::Device as ApiDevice;
 use pilotlight_api::{Hold as ApiHold, Model, ModelNode, ModelReplica, ReplicaPhase};
@@ -53,10 +53,7 @@ pub(crate) fn model_facts(model: &Model, resolved: Option<&Resolved>) -> ModelFa
             digest: spec.source.digest.clone(),
             max_context: spec.engine.max_context_tokens.map(count),
             pin_host: spec.residency.pin == Pin::Host,
-            cpu_sessions: match spec.cold_start.cpu.mode {
-                CpuMode::Auto => count(spec.cold_start.cpu.max_sessions),
-                CpuMode::Off => 0,
-            },
+            cpu_sessions: cpu_sessions(spec),
             cpu_tokens: count(spec.cold_start.cpu.max_tokens),
         }),
         size: resolved
@@ -222,6 +219,15 @@ pub(crate) fn placed(replica: &ModelReplica, before: Option<&Placed>, now: Times
         since: same.map_or(now, |before| before.since),
         failures,
         slots: status.slots,
+    }
+}
+
+/// A session that may not move to the accelerator does not begin beside it.
+fn cpu_sessions(spec: &ModelSpec) -> u32 {
+    let moves = spec.migration.enabled && spec.migration.on.contains(&MoveCause::CpuToGpu);
+    match spec.cold_start.cpu.mode {
+        CpuMode::Auto if moves => count(spec.cold_start.cpu.max_sessions),
+        CpuMode::Auto | CpuMode::Off => 0,
     }
 }
 

@@ -93,6 +93,8 @@ mod tests {
             held: *held,
             quiet_seconds: None,
             cold_starts: Vec::new(),
+            migrated: 0,
+            recovered: 0,
             traceparent: None,
         });
         DemandReport { router: router.into(), models: models.collect() }

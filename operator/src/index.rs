@@ -15,7 +15,7 @@ use k8s_openapi::api::core::v1::Node;
 use pilotlight_api::model::Resolved;
 use pilotlight_api::{Model, ModelNode, ModelReplica};
 use pilotlight_domain::names::Names;
-use pilotlight_domain::view::{ModelEntry, ModelFacts, NodeEntry, View, Withheld};
+use pilotlight_domain::view::{ModelEntry, ModelFacts, NodeEntry, NodeFacts, View, Withheld};
 use pilotlight_domain::{ModelName, NodeName, Timestamp};
 use pilotlight_store::Reflected;
 
@@ -40,6 +40,8 @@ pub(crate) struct Index {
     life: Life,
     /// Nodes whose status may have to say that their agent is lost, or is back.
     to_judge: BTreeSet<NodeName>,
+    /// Copies that left a node's disk.
+    evicted: Vec<(ModelName, NodeName)>,
     /// None: nobody looks for Secrets.
     secrets: Option<Secrets>,
     /// The last generation ordered per node, whoever ordered it.
@@ -361,10 +363,32 @@ impl Index {
                 || before.labels != facts.labels
                 || before.taints != facts.taints
         });
+        if alive && let Some(before) = before {
+            let gone = gone(before, &facts);
+            self.note_evicted(&name, &gone);
+        }
         self.view.put_node(&name, facts);
         self.nodes.insert(name.clone(), node);
         // What only changes estimates is looked at when the next decision is due.
         if changed { self.view.models_on(&name).cloned().collect() } else { Touched::new() }
+    }
+
+    /// `gone` are digests and sources.
+    fn note_evicted(&mut self, node: &NodeName, gone: &HashSet<String>) {
+        if gone.is_empty() {
+            return;
+        }
+        for name in self.models.keys() {
+            let facts = self.view.model(name).and_then(|entry| entry.facts.as_ref());
+            if facts.is_some_and(|facts| facts.residency_keys().any(|key| gone.contains(key))) {
+                self.evicted.push((name.clone(), node.clone()));
+            }
+        }
+    }
+
+    /// The copies that left a node's disk since this was asked last.
+    pub(crate) fn evicted(&mut self) -> Vec<(ModelName, NodeName)> {
+        std::mem::take(&mut self.evicted)
     }
 
     fn forget_node(&mut self, name: &NodeName) -> Touched {
@@ -461,6 +485,14 @@ impl Index {
         self.view.set_node_state(name, facts.state);
         self.view.models_on(name).cloned().collect()
     }
+}
+
+/// What lay on a node, and does not any more.
+fn gone(before: &NodeFacts, now: &NodeFacts) -> HashSet<String> {
+    let keys = |facts: &NodeFacts| -> HashSet<String> {
+        facts.residents.iter().map(|resident| resident.digest.clone()).collect()
+    };
+    keys(before).difference(&keys(now)).cloned().collect()
 }
 
 fn node_name(node: &ModelNode) -> Option<NodeName> {

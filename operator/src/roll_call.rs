@@ -157,8 +157,8 @@ impl RollCall {
         }
         let lost = says(&node).is_some_and(|ready| ready.status == ConditionStatus::Unknown);
         let note = match says(&node) {
-            Some(ready) if lost => Note { warning: true, reason: "AgentLost", message: &ready.message },
-            _ => Note { warning: false, reason: "AgentBack", message: "the agent renews its lease again" },
+            Some(ready) if lost => Note::warning("AgentLost", &ready.message),
+            _ => Note::of("AgentBack", "the agent renews its lease again"),
         };
         if let Err(error) = recorder.record(&**store, &*node, note, clock.now()).await {
             tracing::debug!(node = %name, %error, "record an event");

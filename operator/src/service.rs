@@ -41,6 +41,7 @@ use crate::roll_call::RollCall;
 use crate::secrets::{self, FOUND_MAX, Found, SecretName};
 use crate::settings::Config;
 use crate::status::{self, Costs, Facts};
+use crate::story::{Chapter, chapters};
 use crate::writer::Outbox;
 use crate::{explain, leader};
 
@@ -126,6 +127,7 @@ impl Operator {
             backoff: Backoff::new(Duration::from_millis(50), Duration::from_secs(5)),
             retry_at: None,
             seen: Touched::new(),
+            stories: BTreeMap::new(),
         };
         service.run(asks, found, &stop).await;
         for task in [writer, calling, leading, looking] {
@@ -162,6 +164,8 @@ struct Service {
     retry_at: Option<Instant>,
     /// Models whose status may have changed.
     seen: Touched,
+    /// What happened to them that no status shows.
+    stories: BTreeMap<ModelName, Vec<Chapter>>,
 }
 
 /// A wake until its order is written.
@@ -307,6 +311,15 @@ impl Service {
         self.agenda.touch(touched);
     }
 
+    /// Something to tell of a Model beside its status.
+    fn happened(&mut self, model: &ModelName, story: impl IntoIterator<Item = Chapter>) {
+        let mut story = story.into_iter().peekable();
+        if story.peek().is_some() {
+            self.stories.entry(model.clone()).or_default().extend(story);
+            self.seen.insert(model.clone());
+        }
+    }
+
     fn take_demand(
         &mut self,
         report: &DemandReport,
@@ -319,6 +332,7 @@ impl Service {
             for cold_start in &model.cold_starts {
                 self.costs.entry(model.model.clone()).or_default().add(cold_start);
             }
+            self.happened(&model.model, Chapter::moved(model.migrated, model.recovered));
             if model.held > 0 && !self.serves(&model.model) {
                 self.wakes.entry(model.model.clone()).or_insert_with(|| Wake::new(model, arrived));
             }
@@ -413,6 +427,8 @@ impl Service {
         if !leads {
             self.answers.clear();
             self.placing.clear();
+            self.stories.clear();
+            self.index.evicted();
             return;
         }
         if self.retry_at.is_none_or(|at| at <= Instant::now()) {
@@ -493,6 +509,10 @@ impl Service {
                         span.set("pilotlight.reason", &order.reason);
                     }
                 }
+                // What falls back to a lower tier with nothing open just goes.
+                if order.drain_deadline.is_some() && self.book.sum(&order.model).in_flight > 0 {
+                    self.happened(&order.model, [Chapter::drains(&order.node, &order.reason)]);
+                }
                 let touched = self.index.put_replica(*replica, now);
                 self.seen.extend(touched);
                 true
@@ -548,6 +568,10 @@ impl Service {
 
     /// Has the statuses written that changed.
     fn tell(&mut self, now: Timestamp) {
+        for (model, node) in self.index.evicted() {
+            self.happened(&model, [Chapter::evicted(&node)]);
+        }
+        let mut stories = std::mem::take(&mut self.stories);
         for name in std::mem::take(&mut self.seen) {
             let (Some(model), Some(entry)) = (self.index.model(&name), self.index.view.model(&name)) else {
                 self.metrics.model(&mut self.shown, &name, None);
@@ -569,13 +593,15 @@ impl Service {
             let after = status::status(&facts);
             let before = model.status.clone();
             self.metrics.model(&mut self.shown, &name, Some(&after));
-            if before.as_ref() == Some(&after) {
+            let mut story = stories.remove(&name).unwrap_or_default();
+            if before.as_ref() == Some(&after) && story.is_empty() {
                 continue;
             }
             let urgent = status::is_urgent(before.as_ref(), &after);
+            story.extend(chapters(&before.unwrap_or_default(), &after));
             self.index.set_status(&name, after);
             if let Some(model) = self.index.model(&name) {
-                self.outbox.put(&name, model, &before.unwrap_or_default(), urgent);
+                self.outbox.put(&name, model, story, urgent);
             }
         }
     }

@@ -1,7 +1,8 @@
-//! The events of a Model, told from how its status changed.
+//! The events of a Model: told from how its status changed, and what a status does not show.
 
 use pilotlight_api::conditions::ConditionStatus;
 use pilotlight_api::{ConditionKind, ModelPhase, ModelStatus, Reason};
+use pilotlight_domain::NodeName;
 
 /// One thing that happened.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -9,12 +10,41 @@ pub(crate) struct Chapter {
     pub(crate) warning: bool,
     pub(crate) reason: &'static str,
     pub(crate) message: String,
+    /// So often since it was told last.
+    pub(crate) times: u32,
+}
+
+impl Chapter {
+    /// Sessions that moved to another node or worker; none: nobody did.
+    pub(crate) fn moved(migrated: u32, recovered: u32) -> impl Iterator<Item = Chapter> {
+        let told = [
+            (migrated, "a session was moved, and goes on where it was"),
+            (recovered, "a session lost its worker, and goes on where it was on another"),
+        ];
+        let told = told.into_iter().filter(|(times, _)| *times > 0);
+        told.map(|(times, message)| Chapter { times, ..Chapter::of("Migrated", message.into()) })
+    }
+
+    /// A replica that has to go by a deadline.
+    pub(crate) fn drains(node: &NodeName, why: &str) -> Chapter {
+        Chapter::of("DrainStarted", format!("on {node}, whose sessions move or end: {why}"))
+    }
+
+    /// A copy that is not on a node's disk any more.
+    pub(crate) fn evicted(node: &NodeName) -> Chapter {
+        Chapter::of("Evicted", format!("its copy is not on the disk of {node} any more"))
+    }
+
+    fn of(reason: &'static str, message: String) -> Chapter {
+        Chapter { warning: false, reason, message, times: 1 }
+    }
 }
 
 /// What happened between two statuses.
 pub(crate) fn chapters(before: &ModelStatus, after: &ModelStatus) -> Vec<Chapter> {
     let mut told = Vec::new();
-    let mut tell = |warning, reason, message: String| told.push(Chapter { warning, reason, message });
+    let mut tell =
+        |warning, reason, message: String| told.push(Chapter { warning, ..Chapter::of(reason, message) });
     let turned = |kind, to| {
         let status =
             |status: &ModelStatus| status.conditions.iter().find(|c| c.kind == kind).map(|c| c.status);

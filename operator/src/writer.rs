@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use futures::StreamExt as _;
 use futures::stream::FuturesUnordered;
-use pilotlight_api::{Model, ModelStatus};
+use pilotlight_api::Model;
 use pilotlight_domain::ModelName;
 use pilotlight_kit::clock::Clock;
 use pilotlight_kit::{Backoff, Stop};
@@ -19,7 +19,7 @@ use tokio::sync::Notify;
 use tokio::time::Instant;
 
 use crate::metrics::Metrics;
-use crate::story::{Chapter, chapters};
+use crate::story::Chapter;
 
 const PROGRESS_PAUSE: Duration = Duration::from_secs(1);
 /// Side by side: 10,000 models that become idle at once take a second or two at 2 ms per write.
@@ -84,10 +84,8 @@ struct Pace {
 }
 
 impl Outbox {
-    /// Has `model.status` written. `before` is what was put last.
-    pub(crate) fn put(&self, name: &ModelName, model: &Model, before: &ModelStatus, urgent: bool) {
-        let Some(after) = &model.status else { return };
-        let story = chapters(before, after);
+    /// Has `model.status` written, and what happened told.
+    pub(crate) fn put(&self, name: &ModelName, model: &Model, story: Vec<Chapter>, urgent: bool) {
         self.line().put(name, Waiting { model: Box::new(model.clone()), urgent, story, ticket: 0 });
         self.news.notify_one();
     }
@@ -180,8 +178,8 @@ impl Outbox {
         let done = store.apply_status(&*waiting.model).await;
         let story = std::mem::take(&mut waiting.story);
         for chapter in story {
-            let Chapter { warning, reason, message } = &chapter;
-            let note = events::Note { warning: *warning, reason, message };
+            let Chapter { warning, reason, message, times } = &chapter;
+            let note = events::Note { warning: *warning, reason, message, times: *times };
             if let Err(error) = recorder.record(&**store, &*waiting.model, note, clock.now()).await {
                 tracing::debug!(model = %name, %error, "record an event");
             }

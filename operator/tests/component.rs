@@ -38,6 +38,7 @@ stories! {
     a_model_that_never_fits_is_refused_with_both_sizes,
     a_lost_node_is_left_and_a_new_one_taken,
     a_node_is_said_to_be_lost_and_to_be_back,
+    what_no_status_shows_is_told_as_well,
     a_restart_in_the_middle_goes_on,
     explain_says_where_and_why_not,
     two_operators_do_no_harm,
@@ -187,7 +188,7 @@ async fn a_missing_secret_is_told_and_recovers(cluster: Cluster) {
         );
     }
     assert_eq!(status.phase, ModelPhase::Failed);
-    cluster.told("a", "ResolveFailed").await;
+    cluster.told("a", "ResolveFailed", 1).await;
     let refused = cluster.demand("a", 0, 1).await;
     assert!(refused[0].message.contains("no Secret `hub`") && !refused[0].retry);
     cluster.demand("a", 0, 0).await;
@@ -268,19 +269,46 @@ async fn a_node_is_said_to_be_lost_and_to_be_back(cluster: Cluster) {
     let status = lost.status.unwrap();
     assert_eq!(status.endpoint, "http://n1", "the rest is the agent's, and stays");
     assert_eq!((status.conditions[0].reason, status.conditions.len()), (Reason::AgentLost, 1));
-    cluster.told("n1", "AgentLost").await;
+    cluster.told("n1", "AgentLost", 1).await;
     // It is there again: whether this operator sees it or the next one.
     cluster.without_operator().await;
     cluster.lease("n1").await;
     cluster.restart_operator().await;
     cluster.node_is("n1", True).await;
-    cluster.told("n1", "AgentBack").await;
+    cluster.told("n1", "AgentBack", 1).await;
     // What the agent itself says stays, whatever becomes of its lease.
     cluster.agent_of("n1", False, Reason::AgentLost).await;
     cluster.node("n2", "2GiB").await;
     cluster.lease("n2").await;
     cluster.lease_runs_out("n2").await;
     cluster.node_is("n1", False).await;
+    cluster.stop().await;
+}
+
+async fn what_no_status_shows_is_told_as_well(cluster: Cluster) {
+    cluster.node("n1", "2GiB").await;
+    cluster.model("a", |_| {}).await;
+    let order = cluster.ordered("a", "n1", Hold::Disk).await;
+    cluster.agent_ready(&order, "100MB").await;
+    cluster.residents("n1", &["a"]).await;
+    cluster.demand("a", 1, 0).await;
+    cluster.agent_ready(&cluster.ordered("a", "n1", Hold::Host).await, "100MB").await;
+    cluster.phase("a", ModelPhase::Ready).await;
+    // Three moves, told in two reports.
+    let mut report = cluster::report(&[("a", 1, 0)]);
+    (report.models[0].migrated, report.models[0].recovered) = (2, 1);
+    cluster.report(report.clone()).await;
+    report.models[0].recovered = 0;
+    cluster.report(report).await;
+    assert_eq!(cluster.told("a", "Migrated", 4).await, "a session was moved, and goes on where it was");
+    // Suspended while a session is open.
+    cluster.model("a", |spec| spec.suspend = true).await;
+    let order = cluster.ordered("a", "n1", Hold::Disk).await;
+    let told = cluster.told("a", "DrainStarted", 1).await;
+    assert!(told.starts_with("on n1, whose sessions move or end: "), "{told}");
+    cluster.agent_ready(&order, "100MB").await;
+    cluster.residents("n1", &[]).await;
+    assert_eq!(cluster.told("a", "Evicted", 1).await, "its copy is not on the disk of n1 any more");
     cluster.stop().await;
 }
 
@@ -476,7 +504,7 @@ async fn a_selector_asks_for_the_machines_labels(cluster: Cluster) {
     let placed =
         refused.status.unwrap().conditions.into_iter().find(|c| c.kind == ConditionKind::Placed).unwrap();
     assert_eq!(placed.reason, Reason::NoMatchingNode, "{}", placed.message);
-    cluster.told("a", "PlacementFailed").await;
+    cluster.told("a", "PlacementFailed", 1).await;
     // The cause goes: no new object, only a label.
     cluster.kubectl(&["label", "node", "n1", "zone=b"]);
     let order = cluster.ordered("a", "n1", Hold::Disk).await;

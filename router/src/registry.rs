@@ -21,6 +21,7 @@ use pilotlight_api::replica::Device;
 use pilotlight_api::{ConditionKind, Hold, Model, ModelNode, ModelPhase, ModelReplica, Reason, ReplicaPhase};
 use pilotlight_domain::ModelName;
 use pilotlight_domain::names::Names;
+use pilotlight_domain::replay::Policy;
 use pilotlight_store::{Reflected, Stored};
 
 use self::classes::Classes;
@@ -63,7 +64,9 @@ pub(crate) struct ModelView {
     pub(crate) priority: i32,
     pub(crate) visibility: Visibility,
     /// Its sessions move away from a replica that goes.
-    moves: bool,
+    leaves: bool,
+    /// How its sessions move.
+    pub(crate) moves: Policy,
 }
 
 /// Whether a model may be asked at all.
@@ -208,7 +211,7 @@ impl Registry {
     pub(crate) fn is_left(&self, model: &ModelName, node: &str) -> bool {
         let keys = self.by_model.get(model).into_iter().flatten();
         let mut there = keys.filter_map(|key| self.replicas.get(key)).filter(|r| r.node == node);
-        self.models.get(model).is_some_and(|model| model.moves) && there.any(|r| r.leaving)
+        self.models.get(model).is_some_and(|model| model.leaves) && there.any(|r| r.leaving)
     }
 
     /// Whether such a node has been heard of.
@@ -529,15 +532,27 @@ fn model_view(model: &Model) -> Option<ModelView> {
         session_header: spec.routing.session_header.parse().ok(),
         priority: spec.priority,
         visibility: spec.access.visibility,
+        leaves: leaves(&spec.migration),
         moves: moves(&spec.migration),
         name,
     })
 }
 
 /// An order that ends does not say whether its node is drained or fewer replicas are wanted: either wish is enough.
-fn moves(migration: &Migration) -> bool {
+fn leaves(migration: &Migration) -> bool {
     let wished = [MoveCause::Drain, MoveCause::ScaleDown];
     migration.enabled && migration.on.iter().any(|cause| wished.contains(cause))
+}
+
+/// Nothing moves where nothing may.
+fn moves(migration: &Migration) -> Policy {
+    let on = |cause| migration.enabled && migration.on.contains(&cause);
+    let policy = Policy {
+        moves_max: if migration.enabled { count(migration.max_per_request) } else { 0 },
+        tokens_max: count(migration.max_replay_tokens) as usize,
+        ..Policy::default()
+    };
+    if on(MoveCause::Failure) { policy } else { policy.without_recovery() }
 }
 
 /// A status that speaks of an older spec says nothing of this one.

@@ -53,6 +53,10 @@ fn whole(derived: &CustomResourceDefinition) -> CustomResourceDefinition {
         for rule in rules::of(kind) {
             state(schema, &rule);
         }
+        if kind == "Model" {
+            // What people see before the operator has said anything.
+            schema["properties"]["status"]["default"] = json!({ "phase": "Pending" });
+        }
         version["additionalPrinterColumns"] = columns::of(kind).iter().filter_map(printed).collect();
         if kind == "Model" {
             version["subresources"]["scale"] = json!({

@@ -34,6 +34,12 @@ pub struct ModelDemand {
     /// Cold starts that ended since the last report.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub cold_starts: Vec<ColdStartReport>,
+    /// Sessions that were moved since the last report.
+    #[serde(default)]
+    pub migrated: u32,
+    /// Sessions that were recovered since the last report, after their worker was lost.
+    #[serde(default)]
+    pub recovered: u32,
     /// The span of the request that woke it, in W3C's form, if that is traced.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub traceparent: Option<String>,

@@ -389,7 +389,7 @@ pub enum MoveCause {
     Drain,
     /// A replica goes away.
     ScaleDown,
-    /// The GPU is ready.
+    /// The GPU is ready. Without it no session begins on the CPU meanwhile: it would have to stay there.
     CpuToGpu,
     /// For balance.
     Rebalance,
@@ -400,9 +400,9 @@ defaulted! {
     Migration {
         /// At all.
         enabled: bool = true,
-        /// Moves of one request.
+        /// Moves of one request between nodes; recoveries after a loss do not count.
         max_per_request: i32 = 3,
-        /// Longest session that may move, in tokens.
+        /// Longest session that may move between nodes, prompt and answer, in tokens; a recovery has no choice.
         max_replay_tokens: i32 = 32_768,
         /// On what. Kubernetes' YAML takes a bare `on` for true: write `"on"`.
         on: Vec<MoveCause> = vec![MoveCause::Failure, MoveCause::Drain, MoveCause::ScaleDown, MoveCause::CpuToGpu],

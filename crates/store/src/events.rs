@@ -27,6 +27,20 @@ pub struct Note<'a> {
     pub reason: &'a str,
     /// For people: cause and cure. Numbers that change with each repetition spoil the counting.
     pub message: &'a str,
+    /// So often since it was said last; at least once.
+    pub times: u32,
+}
+
+impl<'a> Note<'a> {
+    /// Something that happened once, and needs nobody.
+    pub fn of(reason: &'a str, message: &'a str) -> Note<'a> {
+        Note { warning: false, reason, message, times: 1 }
+    }
+
+    /// Something that happened once, and that a person may have to look at.
+    pub fn warning(reason: &'a str, message: &'a str) -> Note<'a> {
+        Note { warning: true, ..Note::of(reason, message) }
+    }
 }
 
 /// Who records events, and what it said lately: what is new is one write, and so is what is said again.
@@ -58,13 +72,14 @@ impl Recorder {
         now: Timestamp,
     ) -> Result<(), StoreError> {
         let event = self.event(about, note, now);
+        let times = count(note);
         let (name, namespace) = (event.object_ref().name, event.object_ref().namespace);
         let known = self.said().get(&name).copied();
         let count = match known {
             Some(count) => count,
             None => match store.create(&event).await {
                 Ok(_) => {
-                    self.remember(name, 1);
+                    self.remember(name, times);
                     return Ok(());
                 }
                 // It was said before this process began, or by another.
@@ -74,15 +89,15 @@ impl Recorder {
                 Err(error) => return Err(error),
             },
         };
-        let patch = json!({ "count": count + 1, "lastTimestamp": event.last_timestamp });
+        let patch = json!({ "count": count.saturating_add(times), "lastTimestamp": event.last_timestamp });
         match store.merge::<Event>(&namespace, &name, patch).await {
             // The store forgot it in between: then it is new.
             Err(error) if error.is_not_found() => {
                 store.create(&event).await?;
-                self.remember(name, 1);
+                self.remember(name, times);
             }
             Err(error) => return Err(error),
-            Ok(_) => self.remember(name, count + 1),
+            Ok(_) => self.remember(name, count.saturating_add(times)),
         }
         Ok(())
     }
@@ -108,7 +123,7 @@ impl Recorder {
             type_: Some(if note.warning { "Warning" } else { "Normal" }.into()),
             reason: Some(note.reason.into()),
             message: Some(cut(note.message).into()),
-            count: Some(1),
+            count: Some(count(note)),
             first_timestamp: time.clone(),
             last_timestamp: time,
             source: Some(EventSource { component: Some(self.component.into()), host: None }),
@@ -132,6 +147,10 @@ impl Recorder {
     fn said(&self) -> MutexGuard<'_, HashMap<String, i32>> {
         self.said.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+fn count(note: Note<'_>) -> i32 {
+    i32::try_from(note.times.max(1)).unwrap_or(i32::MAX)
 }
 
 fn cut(message: &str) -> &str {

@@ -13,7 +13,7 @@ use pilotlight_api::conditions::ConditionStatus;
 use pilotlight_api::demand::{DemandReport, ModelDemand, Refused};
 use pilotlight_api::explain::Explanation;
 use pilotlight_api::model::{Resolved, Source};
-use pilotlight_api::node::{DeviceStatus, LEASE_NAMESPACE, TierStatus, lease_name};
+use pilotlight_api::node::{DeviceStatus, LEASE_NAMESPACE, Resident, TierStatus, lease_name};
 use pilotlight_api::{
     Condition, ConditionKind, Hold, Model, ModelNode, ModelPhase, ModelReplica, ModelReplicaStatus,
     ModelSpec, Reason, ReplicaPhase,
@@ -51,9 +51,15 @@ pub(crate) fn report(models: &[(&str, u32, u32)]) -> DemandReport {
         held: *held,
         quiet_seconds: None,
         cold_starts: Vec::new(),
+        migrated: 0,
+        recovered: 0,
         traceparent: None,
     });
     DemandReport { router: "router".into(), models: models.collect() }
+}
+
+fn digest_of(model: &str) -> String {
+    format!("sha256:{:064x}", model.as_bytes()[0])
 }
 
 fn start(store: &Arc<dyn ClusterStore>, clock: &Arc<ManualClock>) -> (Handle, Stop, JoinHandle<()>) {
@@ -208,12 +214,15 @@ impl Cluster {
         self.store.merge::<ModelNode>("", name, patch).await.unwrap();
     }
 
-    /// An event with this reason about a Model.
-    pub(crate) async fn told(&self, name: &str, reason: &str) {
+    /// An event with this reason about a Model that was counted so often; its message.
+    pub(crate) async fn told(&self, name: &str, reason: &str, times: i32) -> String {
         let about = |event: &&Event| {
-            event.involved_object.name.as_deref() == Some(name) && event.reason.as_deref() == Some(reason)
+            event.involved_object.name.as_deref() == Some(name)
+                && event.reason.as_deref() == Some(reason)
+                && event.count >= Some(times)
         };
-        self.until(reason, |all: &[Event]| all.iter().find(about).map(|_| ())).await;
+        let found = |all: &[Event]| all.iter().find(about)?.message.clone();
+        self.until(reason, found).await
     }
 
     // Agents.
@@ -232,6 +241,15 @@ impl Cluster {
             devices: vec![DeviceStatus { name: "cpu".into(), kind: "Cpu".into(), ..DeviceStatus::default() }],
             ..Default::default()
         });
+        self.store.apply_status(&node).await.unwrap();
+    }
+
+    /// A node's agent says what lies on its disk.
+    pub(crate) async fn residents(&self, node: &str, models: &[&str]) {
+        let mut node = self.store.get::<ModelNode>("", node).await.unwrap();
+        let resident =
+            |model: &&str| Resident { digest: digest_of(model), tier: "disk".into(), ..Resident::default() };
+        node.status.as_mut().unwrap().residents = models.iter().map(resident).collect();
         self.store.apply_status(&node).await.unwrap();
     }
 
@@ -288,7 +306,7 @@ impl Cluster {
             status.phase = ReplicaPhase::Ready;
             status.slots = 8;
             status.resolved = Some(Resolved {
-                digest: format!("sha256:{:064x}", order.spec.model_name.as_bytes()[0]),
+                digest: digest_of(&order.spec.model_name),
                 size_bytes: size.get(),
                 size: size.to_string(),
                 files: 1,
@@ -315,7 +333,11 @@ impl Cluster {
     }
 
     pub(crate) async fn demand_all(&self, models: &[(&str, u32, u32)]) -> Vec<Refused> {
-        self.handle.demand(report(models)).await.expect("an answer").refused
+        self.report(report(models)).await
+    }
+
+    pub(crate) async fn report(&self, report: DemandReport) -> Vec<Refused> {
+        self.handle.demand(report).await.expect("an answer").refused
     }
 
     pub(crate) async fn explain(&self, name: &str) -> Option<Explanation> {

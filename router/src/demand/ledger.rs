@@ -8,6 +8,7 @@ use std::collections::HashMap;
 use pilotlight_api::demand::{DemandReport, ModelDemand};
 use pilotlight_api::model::ColdStartReport;
 use pilotlight_domain::ModelName;
+use pilotlight_domain::replay::Kind;
 use tokio::time::Instant;
 
 /// Cold starts that wait to be told; the oldest are dropped. An operator that is away for long has missed more.
@@ -39,8 +40,34 @@ struct Account {
     cold_starts: Vec<ColdStartReport>,
     /// Changed since the last report.
     changed: bool,
+    /// Sessions that moved.
+    moves: Moves,
     /// In the report that is on its way.
-    told: (u32, usize),
+    told: Told,
+}
+
+/// Sessions that moved.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Moves {
+    migrated: u32,
+    recovered: u32,
+}
+
+impl Moves {
+    fn without(self, told: Moves) -> Moves {
+        Moves {
+            migrated: self.migrated.saturating_sub(told.migrated),
+            recovered: self.recovered.saturating_sub(told.recovered),
+        }
+    }
+}
+
+/// What a report says that the next one does not say again.
+#[derive(Clone, Copy, Debug, Default)]
+struct Told {
+    knocks: u32,
+    cold_starts: usize,
+    moves: Moves,
 }
 
 impl Account {
@@ -138,7 +165,18 @@ impl Ledger {
         account.cold_starts.push(report);
         let excess = account.cold_starts.len().saturating_sub(COLD_STARTS_MAX);
         account.cold_starts.drain(..excess);
-        account.told.1 = account.told.1.saturating_sub(excess);
+        account.told.cold_starts = account.told.cold_starts.saturating_sub(excess);
+    }
+
+    /// A session goes on elsewhere.
+    pub(super) fn moved(&mut self, model: &ModelName, kind: Kind) {
+        let moves = &mut self.account(model).moves;
+        let count = match kind {
+            Kind::HandOver => return,
+            Kind::Migration => &mut moves.migrated,
+            Kind::Recovery => &mut moves.recovered,
+        };
+        *count = count.saturating_add(1);
     }
 
     /// When the wake that is under way was first sent.
@@ -163,7 +201,8 @@ impl Ledger {
         let mut models: Vec<ModelDemand> = Vec::with_capacity(self.accounts.len());
         for (model, account) in &mut self.accounts {
             account.changed = false;
-            account.told = (account.knocks, account.cold_starts.len());
+            account.told =
+                Told { knocks: account.knocks, cold_starts: account.cold_starts.len(), moves: account.moves };
             let held = account.held.saturating_add(account.knocks);
             if held > 0 && account.wake_sent.is_none() {
                 account.wake_sent = Some(now);
@@ -178,6 +217,8 @@ impl Ledger {
                 held,
                 quiet_seconds: quiet.map(|ended| now.saturating_duration_since(ended).as_secs_f64()),
                 cold_starts: account.cold_starts.clone(),
+                migrated: account.moves.migrated,
+                recovered: account.moves.recovered,
                 traceparent: account.traceparent.clone(),
             });
         }
@@ -188,12 +229,15 @@ impl Ledger {
     /// The operator has the report.
     pub(super) fn answered(&mut self) {
         self.accounts.retain(|_, account| {
-            let (knocks, cold_starts) = std::mem::take(&mut account.told);
+            let Told { knocks, cold_starts, moves } = std::mem::take(&mut account.told);
+            account.moves = account.moves.without(moves);
             account.knocks = account.knocks.saturating_sub(knocks);
             // The next report says that those who knocked do not wait.
             account.changed |= knocks > 0;
             account.cold_starts.drain(..cold_starts.min(account.cold_starts.len()));
-            account.is_open() || account.changed || account.knocks > 0 || !account.cold_starts.is_empty()
+            let untold =
+                account.knocks > 0 || !account.cold_starts.is_empty() || account.moves != Moves::default();
+            account.is_open() || account.changed || untold
         });
     }
 
@@ -286,6 +330,26 @@ mod tests {
         assert_eq!(told(&mut ledger, now), "m held 0 in flight 0 quiet None");
         ledger.answered();
         assert_eq!(ledger.pending(), None);
+    }
+
+    #[test]
+    fn a_move_is_told_once_and_again_when_nobody_answered() {
+        let (mut ledger, now) = (Ledger::new("r".into()), Instant::now());
+        let told = |ledger: &mut Ledger| {
+            let report = ledger.report(now);
+            report.models.first().map(|model| (model.migrated, model.recovered))
+        };
+        for kind in [Kind::Migration, Kind::Migration, Kind::Recovery, Kind::HandOver] {
+            ledger.moved(&model(), kind);
+        }
+        assert_eq!(told(&mut ledger), Some((2, 1)));
+        ledger.unanswered();
+        assert_eq!(told(&mut ledger), Some((2, 1)));
+        ledger.moved(&model(), Kind::Migration);
+        ledger.answered();
+        assert_eq!(told(&mut ledger), Some((1, 0)));
+        ledger.answered();
+        assert_eq!(told(&mut ledger), None);
     }
 
     #[test]

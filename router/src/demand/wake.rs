@@ -10,6 +10,7 @@ use std::time::Duration;
 use pilotlight_api::demand::{DemandAnswer, Refused};
 use pilotlight_api::model::ColdStartReport;
 use pilotlight_domain::ModelName;
+use pilotlight_domain::replay::Kind;
 use pilotlight_kit::trace::Span;
 use pilotlight_kit::{Backoff, Stop};
 use tokio::sync::Notify;
@@ -88,6 +89,11 @@ impl Demand {
     /// A cold start that began to load at `accepting_since` has brought a first token.
     pub(crate) fn cold_start(&self, model: &ModelName, accepting_since: Instant, report: ColdStartReport) {
         self.change(|ledger| ledger.cold_start(model, accepting_since, report));
+    }
+
+    /// A session goes on elsewhere.
+    pub(crate) fn moved(&self, model: &ModelName, kind: Kind) {
+        self.change(|ledger| ledger.moved(model, kind));
     }
 
     /// When the wake that is under way was first sent.

@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use pilotlight_domain::Timestamp;
-use pilotlight_domain::replay::{Effect, Event, Kind, Opening, Policy, Replay, Report};
+use pilotlight_domain::replay::{Effect, Event, Kind, Opening, Replay, Report};
 use pilotlight_domain::session::{SessionEvent, SessionSpec};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
@@ -94,7 +94,7 @@ impl<'c, 'a> Session<'c, 'a> {
         choice.entry.prompt(begin.prompt_ids.len());
         choice.entry.serves(&node, &begin.device, &begin.numerics);
         let home = Home { opening, node, device: begin.device, numerics: begin.numerics };
-        let replay = Replay::new(&begin.spec, begin.prompt_ids, Policy::default(), now);
+        let replay = Replay::new(&begin.spec, begin.prompt_ids, choice.job.model.moves, now);
         Session {
             choice,
             replay,
@@ -387,6 +387,7 @@ impl<'c, 'a> Session<'c, 'a> {
         span.set("pilotlight.move.to", &what.to);
         let metrics = &self.choice.job.cx.metrics;
         metrics.moves.moved(report.kind.as_str(), same_class, report.replayed, report.pause);
+        self.choice.job.cx.demand.moved(&self.choice.job.model.name, report.kind);
         tracing::info!(
             request = %self.first.id, kind = what.kind, from = what.from, to = what.to,
             replayed = what.tokens_replayed, pause = what.pause_seconds, "session moved"

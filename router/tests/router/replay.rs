@@ -202,10 +202,17 @@ async fn told(world: &World, last: &str) {
 
 /// Two nodes, the model on both, and a session on the first.
 async fn two_nodes() -> (World, FakeAgent, FakeAgent, Sse, FakeSession) {
+    two_nodes_with(json!({})).await
+}
+
+/// The same with a Model's spec.
+async fn two_nodes_with(spec: Value) -> (World, FakeAgent, FakeAgent, Sse, FakeSession) {
     let (world, a, b) = (World::new().await, FakeAgent::start().await, FakeAgent::start().await);
     world.node("n1", json!({})).await;
     world.node("n2", json!({})).await;
-    world.warm("m", &a.url).await;
+    world.model("m", spec).await;
+    world.replica("m", "n1", &a.url, json!({"phase": "Ready", "slots": 4})).await;
+    world.knows("m", |m| m["state"] == "ready").await;
     let (stream, source) = begun(&world, &a, json!({})).await;
     world.replica("m", "n2", &b.url, json!({"phase": "Ready", "slots": 4})).await;
     told(&world, "n8").await;
@@ -346,6 +353,34 @@ async fn sessions_that_may_not_move_end_where_they_are() {
     source.token("b").await;
     source.done(FinishReason::Stop).await;
     assert_eq!(text_of(&stream.rest().await).0, "b");
+}
+
+#[tokio::test]
+async fn sessions_move_as_often_and_as_far_as_their_model_says() {
+    for (migration, why) in [
+        (json!({"enabled": false}), "has moved as often as a session may"),
+        (json!({"maxPerRequest": 0}), "has moved as often as a session may"),
+        (json!({"maxReplayTokens": 2}), "more tokens than a move may replay"),
+    ] {
+        let (world, _a, b, stream, source) = two_nodes_with(json!({"migration": migration})).await;
+        let path = format!("/router/v1/sessions/{}/migrate", source.spec.id);
+        let answer = world.post(&path, &json!({"node": "n2"})).await;
+        assert_eq!(answer.status, 409, "{migration}: {:?}", answer.body);
+        assert!(answer.message().contains(why), "{migration}: {}", answer.message());
+        assert!(b.is_idle().await);
+        source.done(FinishReason::Stop).await;
+        assert_eq!(text_of(&stream.rest().await).0, "");
+    }
+}
+
+#[tokio::test]
+async fn a_session_that_may_not_be_recovered_ends_with_what_was_lost() {
+    let (world, _a, b, stream, source) = two_nodes_with(json!({"migration": {"on": ["Drain"]}})).await;
+    source.cut().await;
+    let last = stream.rest().await;
+    assert!(last.iter().any(|event| event.contains("what served the session was lost")), "{last:?}");
+    assert!(b.is_idle().await);
+    drop(world);
 }
 
 #[tokio::test]

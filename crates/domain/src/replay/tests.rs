@@ -157,7 +157,7 @@ fn rounds_go_on_until_the_gap_is_small_but_not_for_ever() {
     // Nobody measured: tokens are counted.
     assert_eq!(
         told(
-            few.clone(),
+            few,
             "move; 0:token 0 0; 0:token 0 1; 1:prepared 0 0; 0:token 0 2; 1:prepared 0 0; 1:prepared 2 0"
         ),
         "open 1 with 0, held; say; say; 1: extend 0+2; say; 0: freeze"

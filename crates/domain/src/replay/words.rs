@@ -11,7 +11,7 @@ use crate::session::{SessionCommand, SessionEvent};
 pub struct Opening(pub u32);
 
 /// The bounds of moves.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Policy {
     /// The source is frozen once the target is predicted to be behind by no more than this.
     pub gap_max: Duration,

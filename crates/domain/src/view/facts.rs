@@ -261,7 +261,7 @@ impl ModelFacts {
     }
 
     /// What residents of this model are known by.
-    pub(crate) fn residency_keys(&self) -> impl Iterator<Item = &str> {
+    pub fn residency_keys(&self) -> impl Iterator<Item = &str> {
         let digest = if self.content.digest.is_empty() { &self.digest } else { &self.content.digest };
         // A source may have changed since another digest was read from it; the digest decides where it is known.
         let source = if digest.is_empty() { self.content.source_uri.as_str() } else { "" };

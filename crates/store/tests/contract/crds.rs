@@ -65,6 +65,8 @@ async fn each_rule_refuses_and_takes_its_examples() {
 async fn five_lines_are_enough_and_the_server_fills_in_the_rest() {
     let Some(cluster) = Cluster::turn().await else { return };
     cluster.kubectl.apply(FIVE_LINES);
+    let phase = cluster.kubectl.ok(&["get", "mdl", "five", "-o", "jsonpath={.status.phase}"]);
+    assert_eq!(phase, "Pending", "before any operator has seen it");
     let store = cluster.client("test").await;
     let stored = store.get_object(&ObjectRef::new(Kind::Model, "default", "five")).await.unwrap();
     assert_eq!(stored["spec"]["scaling"]["idleSeconds"], 300, "it is in the object, not only in our types");

@@ -136,7 +136,7 @@ pub(crate) async fn a_lease_has_one_holder_and_can_be_taken_over(world: World) {
 pub(crate) async fn events_are_counted_not_repeated(world: World) {
     let store = &world.store;
     let about = store.create(&model("a")).await.unwrap();
-    let note = |reason| events::Note { warning: true, reason, message: "nothing is at file:///x" };
+    let note = |reason| events::Note::warning(reason, "nothing is at file:///x");
     let (first, second) = (events::Recorder::new("operator"), events::Recorder::new("operator"));
     let say = async |who: &events::Recorder, reason, now: Timestamp| {
         who.record(&**store, &about, note(reason), now).await.unwrap();
@@ -166,7 +166,7 @@ pub(crate) async fn events_are_forgotten(world: World) {
     let about = store.create(&model("a")).await.unwrap();
     let who = events::Recorder::new("operator");
     let say = async |reason, now: Timestamp| {
-        let note = events::Note { warning: true, reason, message: "nothing is at file:///x" };
+        let note = events::Note::warning(reason, "nothing is at file:///x");
         who.record(&**store, &about, note, now).await.unwrap();
     };
     say("Old", world.clock.now()).await;
