@@ -66,9 +66,9 @@ async fn wakes_answers_and_sleeps(site: &Site) {
 
     let mut phases: Vec<String> = watch.log().lines().map(|line| line.trim().to_owned()).collect();
     phases.dedup();
-    let begun = phases.iter().position(|phase| phase == "Resolving");
-    let rested = phases.iter().position(|phase| phase == "Idle");
-    assert!(begun.is_some() && begun < rested, "{phases:?}");
+    let at = |phase: &str| phases.iter().position(|seen| seen == phase);
+    let (pending, begun, rested) = (at("Pending"), at("Resolving"), at("Idle"));
+    assert!(pending.is_some() && pending < begun && begun < rested, "{phases:?}");
     assert!(phases.iter().skip(rested.unwrap()).any(|phase| phase == "Ready"), "{phases:?}");
     site.env.end(watch, "TERM");
     let told = admin.ok(&["describe", "mdl", "shakespeare"]);
@@ -130,6 +130,12 @@ async fn a_node_is_drained(site: &Site, text: &str) {
         all.all(|r| r["spec"]["nodeName"] != serving.as_str() || r["spec"]["hold"] != "Host")
     };
     site.until("nothing in the node's memory", &["mr", "-n", "default"], elsewhere);
+    let told = |list: &Value| {
+        let about = |event: &&Value| event["involvedObject"]["name"] == "long";
+        let said: Vec<&Value> = list["items"].as_array().unwrap().iter().filter(about).collect();
+        ["DrainStarted", "Migrated"].iter().all(|reason| said.iter().any(|event| event["reason"] == *reason))
+    };
+    site.until("events of the drain", &["events", "-n", "default"], told);
     admin.ok(&["uncordon", &serving]);
     site.ready("router", 2);
     site.ready("operator", 2);
