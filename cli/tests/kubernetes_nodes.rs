@@ -5,8 +5,7 @@
 mod cluster;
 
 use cluster::{Fleet, Part, long_model, model, serving_node};
-use pilotlight_e2e::kubelet::FakeNode;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 /// Two nodes with agents, a router, and a Model that nobody called yet.
 struct Stage {
@@ -17,8 +16,8 @@ struct Stage {
 }
 
 impl Stage {
-    fn set(nodes: [FakeNode; 2]) -> Option<Stage> {
-        let fleet = Fleet::start_on(nodes.into())?;
+    fn set(flags: &[&str]) -> Option<Stage> {
+        let fleet = Fleet::start_with(flags)?;
         let operator = fleet.operator("operator-a");
         let router = fleet.router(&operator);
         let agents = ["node-1", "node-2"].map(|node| Some(fleet.agent(node))).into();
@@ -62,13 +61,9 @@ impl Stage {
     }
 }
 
-fn two() -> [FakeNode; 2] {
-    ["node-1", "node-2"].map(FakeNode::new)
-}
-
 #[tokio::test(flavor = "multi_thread")]
 async fn cordon_and_drain_move_the_streams_first() {
-    let Some(stage) = Stage::set(two()) else { return };
+    let Some(stage) = Stage::set(&[]) else { return };
     let undisturbed = stage.stream().await;
 
     let (words, cordoned) = stage.disturbed(|node| drop(stage.kubectl(&["cordon", node]))).await;
@@ -93,7 +88,7 @@ async fn cordon_and_drain_move_the_streams_first() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_notice_moves_the_streams_and_a_node_that_is_lost_and_deleted_leaves_nothing() {
-    let Some(mut stage) = Stage::set(two()) else { return };
+    let Some(mut stage) = Stage::set(&[]) else { return };
     let undisturbed = stage.stream().await;
 
     // As clouds and autoscalers announce the end of a machine.
@@ -127,4 +122,43 @@ async fn a_notice_moves_the_streams_and_a_node_that_is_lost_and_deleted_leaves_n
         list["items"].as_array().unwrap().iter().all(|order| order["spec"]["nodeName"] != lost.as_str())
     });
     assert_eq!(stage.stream().await, undisturbed);
+}
+
+/// `NoExecute` empties a node of the Models that do not tolerate it, also where the agents do.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_taint_that_evicts_moves_the_streams_of_who_does_not_tolerate_it() {
+    let tolerations = json!([{ "key": "dedicated", "operator": "Exists" }]);
+    let pool = json!([{ "name": "cpu", "nodeSelector": { "kubernetes.io/os": "linux" }, "tolerations": tolerations,
+                        "hostMemoryGiB": 1, "overheadGiB": 1, "diskGiB": 1, "devices": ["cpu"], "cpu": "100m" }]);
+    let Some(stage) = Stage::set(&[&format!("--set-json=agent.pools={pool}")]) else { return };
+    let undisturbed = stage.stream().await;
+    let taint = |node: &str| drop(stage.kubectl(&["taint", "node", node, "dedicated=x:NoExecute"]));
+    let untaint = |node: &str| drop(stage.kubectl(&["taint", "node", node, "dedicated-"]));
+
+    let (words, first) = stage.disturbed(taint).await;
+    assert_eq!(words, undisturbed);
+    let moved = stage.moves().await;
+    assert!(moved >= 1.0, "the stream stayed where it was");
+    stage.emptied(&first);
+    // While the taint is there the other one serves, and when it is gone the node takes work again.
+    let (words, second) = stage.disturbed(|_| ()).await;
+    assert_eq!((words, second != first), (undisturbed.clone(), true));
+    untaint(&first);
+    let (words, tainted) = stage.disturbed(taint).await;
+    assert_eq!((words, &tainted), (undisturbed.clone(), &second));
+    let moved_back = stage.moves().await;
+    assert!(moved_back > moved, "the stream stayed where it was");
+    stage.emptied(&second);
+    let (words, serving) = stage.disturbed(|_| ()).await;
+    assert_eq!((words, &serving), (undisturbed.clone(), &first));
+    untaint(&second);
+
+    // Who tolerates it stays.
+    let patch = json!({ "spec": { "resources": { "placement": { "tolerations": tolerations } } } });
+    stage.kubectl(&["patch", "mdl", "long", "--type=merge", "-p", &patch.to_string()]);
+    let (words, kept) = stage.disturbed(taint).await;
+    assert_eq!(words, undisturbed);
+    let (words, serving) = stage.disturbed(|_| ()).await;
+    assert_eq!((words, serving), (undisturbed, kept));
+    assert_eq!(stage.moves().await, moved_back, "a stream moved though its Model tolerates the taint");
 }

@@ -1,10 +1,10 @@
 //! What Kubernetes says of the machine below a ModelNode: its labels, and whether it is about to go.
 //!
-//! A cordon and the notices that clouds and autoscalers give as taints empty a machine while it still works. A taint that
-//! evicts (`NoExecute`) and that the agents do not tolerate ends their pod, and an agent that is told to end moves its
-//! sessions first by itself; one that they tolerate is meant to be lived with. So no other taint empties a machine.
+//! A cordon and the notices that clouds and autoscalers give as taints empty a machine while it still works.
 //!
-//! Other taints keep Models out that do not tolerate them. Not Kubernetes' own, which say how a machine fares: its agent
+//! Other taints keep Models out that do not tolerate them, and one that evicts (`NoExecute`) empties the machine of these,
+//! whether the agents tolerate it or not. Where they do not, Kubernetes ends their pod besides, and an agent that is told to
+//! end moves its sessions by itself. Not Kubernetes' own, which say how a machine fares: its agent
 //! says that itself. And not those for a resource that the machine has, such as `nvidia.com/gpu`: they keep a machine for
 //! whoever uses its accelerators, and that is its agent.
 //!
@@ -31,7 +31,7 @@ const NOTICES: [&str; 6] = [
 pub(crate) struct Machine {
     /// What `nodeSelector` asks for.
     pub(crate) labels: BTreeMap<String, String>,
-    /// Only Models that tolerate these are placed here.
+    /// Only Models that tolerate these are placed here, or stay where one evicts.
     pub(crate) taints: Vec<Taint>,
     /// Sessions and replicas must leave.
     pub(crate) leaving: bool,

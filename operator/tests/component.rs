@@ -48,6 +48,7 @@ stories! {
     on_kubernetes:
     a_cordoned_machine_is_emptied_and_taken_again,
     a_machine_that_goes_takes_its_node_along,
+    a_taint_that_evicts_drives_out_who_does_not_tolerate_it,
     a_missing_secret_is_told_and_recovers, a_taint_keeps_out_who_does_not_tolerate_it,
     a_selector_asks_for_the_machines_labels,
 }
@@ -478,6 +479,23 @@ async fn a_cordoned_machine_is_emptied_and_taken_again(cluster: Cluster) {
     let back = cluster.ordered("a", "n1", Hold::Host).await;
     cluster.agent_ready(&back, "100MB").await;
     cluster.ordered("a", "n2", Hold::Disk).await;
+    cluster.stop().await;
+}
+
+async fn a_taint_that_evicts_drives_out_who_does_not_tolerate_it(cluster: Cluster) {
+    ready_on_n1(&cluster).await;
+    cluster.kubectl(&["taint", "node", "n1", "dedicated=team:NoExecute"]);
+    let there = cluster.ordered("a", "n2", Hold::Host).await;
+    cluster.agent_ready(&there, "100MB").await;
+    let left = cluster.ordered("a", "n1", Hold::Disk).await;
+    assert!(left.spec.drain_deadline.is_some(), "sessions move before it: {left:?}");
+    assert!(left.spec.reason.contains("dedicated=team:NoExecute"), "{}", left.spec.reason);
+    cluster.agent_ready(&left, "100MB").await;
+    cluster.phase("a", ModelPhase::Ready).await;
+    // The taint is gone, and the node takes it again.
+    cluster.kubectl(&["taint", "node", "n1", "dedicated-"]);
+    cluster.kubectl(&["cordon", "n2"]);
+    cluster.ordered("a", "n1", Hold::Host).await;
     cluster.stop().await;
 }
 

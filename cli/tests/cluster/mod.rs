@@ -64,15 +64,16 @@ impl Fleet {
     /// A control plane of its own with the chart on two nodes, `node-1` and `node-2`; nothing where there is none to
     /// start.
     pub fn start() -> Option<Fleet> {
-        Fleet::start_on(vec![FakeNode::new("node-1"), FakeNode::new("node-2")])
+        Fleet::start_with(&[])
     }
 
-    /// The same on these nodes.
-    pub fn start_on(nodes: Vec<FakeNode>) -> Option<Fleet> {
+    /// The same with these flags of `helm install` besides.
+    pub fn start_with(flags: &[&str]) -> Option<Fleet> {
+        let nodes = vec![FakeNode::new("node-1"), FakeNode::new("node-2")];
         let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
         let env = TestEnv::start(Level::B)?;
         let kubelet = FakeKubelet::start(&env, nodes);
-        install(&env, &["--set=operator.secretNamespaces={default}"]);
+        install(&env, &[&["--set=operator.secretNamespaces={default}"], flags].concat());
         let admin = env.admin();
         admin.ok(&["wait", "--for=condition=Established", "crd", "--all", "--timeout=60s"]);
         let client = Client::builder(TokioExecutor::new()).build(HttpConnector::new());
@@ -231,14 +232,14 @@ impl Fleet {
     }
 }
 
-/// Installs the chart, with these values besides.
-fn install(env: &TestEnv, values: &[&str]) {
+/// Installs the chart, with these flags besides.
+fn install(env: &TestEnv, flags: &[&str]) {
     let chart = root().join("charts/pilotlight");
     let namespace = format!("--namespace={NAMESPACE}");
     let home = env.folder().join("helm");
     let mut helm = env.tool("helm");
     helm.args(["install", "pilotlight", chart.to_str().unwrap(), &namespace, "--create-namespace"])
-        .args(values);
+        .args(flags);
     helm.arg("--kubeconfig").arg(env.admin().kubeconfig());
     for kind in ["CACHE", "CONFIG", "DATA"] {
         helm.env(format!("HELM_{kind}_HOME"), &home);

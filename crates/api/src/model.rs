@@ -166,8 +166,8 @@ defaulted! {
     Placement {
         /// Labels that a node must have.
         node_selector: BTreeMap<String, String> = BTreeMap::new(),
-        /// Taints of Nodes that do not keep it out. Taints of Kubernetes' own, and those for a resource that the Node
-        /// itself has (`nvidia.com/gpu`), keep no Model out.
+        /// Taints of Nodes that do not keep it out, nor drive it out where they evict. Taints of Kubernetes' own, and
+        /// those for a resource that the Node itself has (`nvidia.com/gpu`), do so to no Model.
         tolerations: Vec<Toleration> = Vec::new(),
     }
 }
@@ -204,7 +204,7 @@ pub enum TaintEffect {
     NoSchedule,
     /// Nothing new if there is another place. It never keeps a Model out.
     PreferNoSchedule,
-    /// Nothing new, and pods must leave.
+    /// Nothing new, and who is there must leave.
     NoExecute,
 }
 

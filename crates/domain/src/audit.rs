@@ -7,8 +7,7 @@ use std::collections::BTreeSet;
 use crate::plan::{Order, Plan, Step};
 use crate::replica::Replica;
 use crate::view::{
-    Accelerator, Claim, Device, DeviceFacts, Hold, ModelEntry, ModelFacts, NodeEntry, NodeFacts, NodeState,
-    Placed, View,
+    Accelerator, Claim, Device, DeviceFacts, Hold, ModelEntry, ModelFacts, NodeFacts, NodeState, Placed, View,
 };
 use crate::{ByteCount, Generation, ModelName, NodeName, Timestamp};
 
@@ -76,7 +75,10 @@ fn raises(view: &View, step: &Step) -> bool {
 
 fn check_order(view: &View, order: &Order) -> Option<String> {
     let before = view.replica(&order.model, &order.node);
-    let state = view.node_named(&order.node).map_or(NodeState::Lost, NodeEntry::state);
+    let Some(facts) = view.model(&order.model).and_then(|entry| entry.facts.as_ref()) else {
+        return Some("ordered without a Model".into());
+    };
+    let state = view.node_named(&order.node).map_or(NodeState::Lost, |node| node.state_for(facts));
     let served = before.is_some_and(|placed| placed.hold.serves());
     if served && !order.hold.serves() && order.drain_deadline.is_none() {
         return Some("stops serving without a deadline".into());
@@ -121,10 +123,11 @@ fn check_room(after: &View, node: &NodeName) -> Option<String> {
 
 fn serves(view: &View, name: &ModelName, states: &[NodeState]) -> usize {
     let Some(entry) = view.model(name) else { return 0 };
+    let state = |slot| entry.facts.as_ref().map_or(NodeState::Lost, |facts| view.node(slot).state_for(facts));
     entry
         .replicas()
         .filter(|(slot, placed)| {
-            placed.hold.serves() && !placed.is_failed() && states.contains(&view.node(*slot).state())
+            placed.hold.serves() && !placed.is_failed() && states.contains(&state(*slot))
         })
         .count()
 }
@@ -182,7 +185,7 @@ fn check_woken(after: &View, name: &ModelName, before: &ModelEntry, plan: &Plan)
         let capacity = node.capacity();
         node.state == NodeState::Ready
             && facts.selector.iter().all(|(key, value)| node.labels.get(key) == Some(value))
-            && node.taints.iter().all(|taint| facts.tolerations.iter().any(|each| each.tolerates(taint)))
+            && !node.taints.iter().any(|taint| facts.minds(taint))
             && devices().any(|device| device.kind == kind)
             && claim.disk <= capacity.disk
             && claim.host <= capacity.host

@@ -82,6 +82,11 @@ impl NodeEntry {
     pub fn state(&self) -> NodeState {
         self.facts.as_ref().map_or(NodeState::Lost, |facts| facts.state)
     }
+
+    /// The same as it is for one model.
+    pub fn state_for(&self, model: &ModelFacts) -> NodeState {
+        self.facts.as_ref().map_or(NodeState::Lost, |facts| facts.state_for(model))
+    }
 }
 
 /// The cluster.

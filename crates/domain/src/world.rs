@@ -36,7 +36,7 @@ impl World {
         self
     }
 
-    /// `disk=50GiB host=2GiB gpu=8GiB read=1GB/s fetch=100MB/s zone=a taint=a paused draining lost has=a:disk,b:host nocpu`
+    /// `disk=50GiB host=2GiB gpu=8GiB read=1GB/s fetch=100MB/s zone=a taint=a evicts=a paused draining lost has=a:disk,b:host nocpu`
     pub(crate) fn node(mut self, name: &str, words: &str) -> Self {
         let tier = |capacity| TierFacts { capacity, ..TierFacts::default() };
         let device = |kind, memory, product: &str| DeviceFacts {
@@ -62,10 +62,10 @@ impl World {
                 "fetch" => facts.disk.bandwidth = Some(value.parse::<Bandwidth>().unwrap()),
                 "gpu" => facts.devices.push(device(Device::Gpu, value.parse().unwrap(), "h200")),
                 "nocpu" => facts.devices.retain(|device| device.kind != Device::Cpu),
-                "taint" => facts.taints.push(Taint {
+                "taint" | "evicts" => facts.taints.push(Taint {
                     key: value.into(),
                     value: "x".into(),
-                    effect: "NoSchedule".into(),
+                    effect: if key == "taint" { "NoSchedule" } else { "NoExecute" }.into(),
                 }),
                 "zone" => drop(facts.labels.insert("zone".into(), value.into())),
                 "paused" => facts.state = NodeState::Paused,

@@ -44,6 +44,8 @@ pub(super) struct Draft<'v> {
     /// What this plan changed: the new hold, or none where the order is withdrawn.
     changed: HashMap<(&'v ModelName, Slot), Option<Hold>>,
     made: HashMap<&'v ModelName, Vec<Slot>>,
+    /// Something left a node since this was last looked at, and so made room there.
+    pub(super) left: bool,
     pub(super) steps: Vec<Step>,
     pub(super) outlook: Vec<Outlook>,
     /// The best of everything that any node has; made when first needed.
@@ -64,6 +66,7 @@ impl<'v> Draft<'v> {
                 .collect(),
             changed: HashMap::new(),
             made: HashMap::new(),
+            left: false,
             steps: Vec::new(),
             outlook: Vec::new(),
             fastest: None,
@@ -96,19 +99,29 @@ impl<'v> Draft<'v> {
         for (model, outlook, _) in copies.iter().filter(|(.., needed)| !needed) {
             self.copies(*model, *outlook, false);
         }
-        for need in &mut needs {
-            self.place(need);
-        }
+        self.place_all(&mut needs);
         let before = self.steps.len();
         for (model, outlook, _) in copies {
             self.copies(model, outlook, true);
         }
         if self.steps[before..].iter().any(|step| matches!(step, Step::Withdraw { .. })) {
-            for need in &mut needs {
-                self.place(need);
-            }
+            self.place_all(&mut needs);
         }
         Plan { steps: self.steps, outlook: self.outlook }
+    }
+
+    /// Who has nowhere to go may leave a node to others that tolerate its taints: these are looked at again. It ends,
+    /// because a model leaves a node once.
+    fn place_all(&mut self, needs: &mut [Need<'v>]) {
+        loop {
+            self.left = false;
+            for need in &mut *needs {
+                self.place(need);
+            }
+            if !self.left {
+                break;
+            }
+        }
     }
 
     pub(super) fn node(&self, slot: Slot) -> &'v NodeEntry {

@@ -8,8 +8,7 @@ use super::draft::{Draft, Known, placed_at};
 use crate::estimate::{Estimate, SIZE_DEFAULT, Seconds, estimate};
 use crate::replica::{Cause, Replica};
 use crate::view::{
-    Accelerator, Claim, Device, DeviceFacts, Hold, ModelFacts, NodeFacts, NodeState, Placed, Slot, Taint,
-    View,
+    Accelerator, Claim, Device, DeviceFacts, Hold, ModelFacts, NodeFacts, NodeState, Placed, Slot, View,
 };
 use crate::{Bandwidth, ByteCount, Tier};
 
@@ -273,8 +272,10 @@ fn allowed(node: &NodeFacts, model: &ModelFacts) -> Result<(), WhyNot> {
     {
         return Err(WhyNot::Selector(format!("{key}={value}")));
     }
-    let minds = |taint: &&Taint| !model.tolerations.iter().any(|each| each.tolerates(taint));
-    node.taints.iter().find(minds).map_or(Ok(()), |taint| Err(WhyNot::Tainted(taint.to_string())))
+    node.taints
+        .iter()
+        .find(|taint| model.minds(taint))
+        .map_or(Ok(()), |taint| Err(WhyNot::Tainted(taint.to_string())))
 }
 
 fn largest(node: &NodeFacts) -> ByteCount {

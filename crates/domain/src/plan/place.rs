@@ -330,7 +330,8 @@ impl<'v> Draft<'v> {
     pub(super) fn copies_are_right(&self, model: Known<'v>) -> bool {
         let mut holders = 0u32;
         for (slot, placed) in model.entry.replicas() {
-            let stays = matches!(self.node(slot).state(), NodeState::Ready | NodeState::Paused);
+            let stays =
+                matches!(self.node(slot).state_for(model.facts), NodeState::Ready | NodeState::Paused);
             let Some(hold) = self.hold(model.name, slot, placed) else { continue };
             if self.node(slot).state() == NodeState::Lost {
                 continue;
@@ -354,7 +355,7 @@ impl<'v> Draft<'v> {
             let Some(hold) = self.hold(model.name, slot, placed) else { continue };
             let settled = (placed.is_ready() || placed.is_failed()) && !self.is_changed(model.name, slot);
             let spares = settled && !hold.serves();
-            match self.node(slot).state() {
+            match self.node(slot).state_for(model.facts) {
                 NodeState::Lost => continue,
                 NodeState::Draining => leaving.extend(spares.then_some(slot)),
                 NodeState::Ready | NodeState::Paused => {
@@ -401,7 +402,7 @@ impl<'v> Draft<'v> {
         }
         for slot in leaving.into_iter().filter(|_| holders >= model.facts.copies) {
             let own = self.own_claim(model, slot);
-            self.withdraw(model.name, slot, own, "its node is being emptied".into());
+            self.withdraw(model.name, slot, own, self.why_left(model, slot));
         }
     }
 

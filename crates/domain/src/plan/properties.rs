@@ -24,15 +24,19 @@ fn node_words() -> impl Strategy<Value = String> {
     let state = prop_oneof![6 => Just(""), 1 => Just("paused"), 1 => Just("draining"), 1 => Just("lost")];
     let gpu = prop_oneof![3 => Just(""), 1 => Just("gpu=1GiB")];
     let has = prop_oneof![2 => Just(""), 1 => Just("has=m0:disk,m1:host"), 1 => Just("has=m2:disk")];
-    (1u32..5, 1u32..5, state, gpu, has, 0u32..2).prop_map(|(disk, host, state, gpu, has, zone)| {
-        format!("disk={disk}GiB host={host}GiB zone={zone} {state} {gpu} {has}")
-    })
+    let taint = prop_oneof![6 => Just(""), 1 => Just("taint=t"), 1 => Just("evicts=t")];
+    (1u32..5, 1u32..5, state, gpu, has, 0u32..2, taint).prop_map(
+        |(disk, host, state, gpu, has, zone, taint)| {
+            format!("disk={disk}GiB host={host}GiB zone={zone} {state} {gpu} {has} {taint}")
+        },
+    )
 }
 
 fn model_words() -> impl Strategy<Value = String> {
     let size = prop_oneof![1 => Just(None), 4 => (50u32..2500).prop_map(Some)];
     let more = prop_oneof![
-        8 => Just(""), 1 => Just("suspend"), 1 => Just("fixed=1"), 1 => Just("min=1"), 1 => Just("zone=1"), 1 => Just("pin")
+        8 => Just(""), 1 => Just("suspend"), 1 => Just("fixed=1"), 1 => Just("min=1"), 1 => Just("zone=1"), 1 => Just("pin"),
+        1 => Just("tolerates=t")
     ];
     (size, 1u32..4, 0u32..3, 1u32..3, more).prop_map(|(size, max, copies, target, more)| {
         let size = size.map_or(String::new(), |mib| format!("size={mib}MiB"));

@@ -80,7 +80,7 @@ impl<'v> Draft<'v> {
     fn parts(&self, model: Known<'v>) -> impl Iterator<Item = (Slot, &'v Placed, Part)> {
         model.entry.replicas().filter_map(move |(slot, placed)| {
             let serves = self.hold(model.name, slot, placed).is_some_and(Hold::serves);
-            let part = match self.node(slot).state() {
+            let part = match self.node(slot).state_for(model.facts) {
                 _ if !serves => return None,
                 NodeState::Lost => return None,
                 _ if placed.is_failed() => Part::Failed,
@@ -173,8 +173,19 @@ impl<'v> Draft<'v> {
         let leaving: Vec<Slot> =
             self.parts(model).filter(|(.., part)| *part == Part::Leaves).map(|(slot, ..)| slot).collect();
         for slot in leaving {
-            self.fall(model, slot, "its node is being emptied".into());
+            self.fall(model, slot, self.why_left(model, slot));
+            self.left = true;
         }
+    }
+
+    /// Why a model must leave a node.
+    pub(super) fn why_left(&self, model: Known<'v>, slot: Slot) -> String {
+        let facts = self.node(slot).facts.as_ref().filter(|facts| facts.state != NodeState::Draining);
+        let mut taints = facts.into_iter().flat_map(|facts| &facts.taints);
+        taints.find(|taint| taint.evicts() && model.facts.minds(taint)).map_or_else(
+            || "its node is being emptied".into(),
+            |taint| format!("its node has the taint {taint}, which it does not tolerate"),
+        )
     }
 
     /// Failed orders: serving ones fall when nobody wants them, or when they have cooled and another serves; copies

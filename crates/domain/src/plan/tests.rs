@@ -194,6 +194,33 @@ fn a_taint_keeps_out_who_does_not_tolerate_it() {
 }
 
 #[test]
+fn a_taint_that_evicts_drives_out_who_does_not_tolerate_it() {
+    let world = |model: &str| {
+        let nodes = World::new().node("n1", "evicts=dedicated has=a:disk").node("n2", "");
+        nodes.model("a", model).serves("a", "n1").wakes("a", 1)
+    };
+    // As from a node that is emptied: another is ready first.
+    world("size=100MB max=1")
+        .check("a@n2 cpu: 1.0 sessions in the stable window, 2.0 per replica; 0.8s from remote (fetch 0.5s, read 0.1s, prefill 0.3s), the only node that fits")
+        .check("a@n1 disk drain: its node has the taint dedicated=x:NoExecute, which it does not tolerate")
+        .check("a@n1 withdraw: its node has the taint dedicated=x:NoExecute, which it does not tolerate");
+    world("size=100MB max=1 tolerates=dedicated").check("");
+    // One that only keeps out leaves what stands.
+    world("size=100MB max=1").node("n1", "taint=dedicated has=a:disk").check("");
+    // Nowhere to go: people's word counts.
+    let alone = World::new().node("n1", "evicts=dedicated").model("a", "size=100MB copies=0");
+    alone.serves("a", "n1").wakes("a", 1).check(
+        "a@n1 disk drain: its node has the taint dedicated=x:NoExecute, which it does not tolerate
+         a refused: node n1 has the taint dedicated=x:NoExecute, which spec.resources.placement.tolerations do not cover",
+    );
+    // The room that it leaves is another's at once.
+    let shared = World::new().node("n1", "evicts=dedicated host=1GiB").model("b", "size=800MB copies=0");
+    let shared = shared.serves("b", "n1").model("a", "size=800MB copies=0 tolerates=dedicated");
+    let steps = shared.wakes("a", 2).wakes("b", 1).step().plan();
+    assert_eq!(steps.to_string().matches("waits for room").count(), 0, "{steps}");
+}
+
+#[test]
 fn what_never_fits_is_refused_with_both_sizes() {
     World::new().node("n1", "host=1GiB").model("a", "size=4GiB copies=0").wakes("a", 1).check(
         "a refused: needs 4.0GiB of host memory, the largest node (n1) has 1GiB: start an agent with more --host-memory, or use a smaller model",

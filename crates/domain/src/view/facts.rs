@@ -147,8 +147,15 @@ pub struct Taint {
     pub key: String,
     /// More of it; may be empty.
     pub value: String,
-    /// `NoSchedule` or `NoExecute`: neither lets a model in, and none drives one out.
+    /// `NoSchedule` or `NoExecute`: neither lets a model in, and the second drives out who is there.
     pub effect: String,
+}
+
+impl Taint {
+    /// Whether it drives out who does not tolerate it.
+    pub fn evicts(&self) -> bool {
+        self.effect == "NoExecute"
+    }
 }
 
 impl fmt::Display for Taint {
@@ -241,6 +248,11 @@ impl Default for ModelFacts {
 }
 
 impl ModelFacts {
+    /// Whether it does not tolerate this taint.
+    pub fn minds(&self, taint: &Taint) -> bool {
+        !self.tolerations.iter().any(|each| each.tolerates(taint))
+    }
+
     /// What an order takes of a node. Nothing while the size is unknown: then the agent is the judge.
     ///
     /// Serving takes whole chunks for each file and at least one chunk of KV pages. An accelerator is filled through
@@ -369,7 +381,7 @@ pub struct NodeFacts {
     pub state: NodeState,
     /// For selectors.
     pub labels: BTreeMap<String, String>,
-    /// Only who tolerates all of them is placed there.
+    /// Only who tolerates all of them is placed there; see [`NodeFacts::state_for`].
     pub taints: Vec<Taint>,
     /// The store folder.
     pub disk: TierFacts,
@@ -382,6 +394,15 @@ pub struct NodeFacts {
 }
 
 impl NodeFacts {
+    /// What may happen on it with this model: to who does not tolerate a taint that evicts, it is being emptied.
+    pub fn state_for(&self, model: &ModelFacts) -> NodeState {
+        let driven_out = self.taints.iter().any(|taint| taint.evicts() && model.minds(taint));
+        match self.state {
+            NodeState::Ready | NodeState::Paused if driven_out => NodeState::Draining,
+            state => state,
+        }
+    }
+
     /// Everything that orders may claim.
     pub fn capacity(&self) -> Claim {
         Claim {
