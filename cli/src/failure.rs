@@ -1,6 +1,6 @@
 //! How a command fails: a cause, a cure, an exit code.
 
-use std::fmt;
+use std::{fmt, io};
 
 /// Exit code of everything that failed while it ran.
 pub(crate) const FAILED: u8 = 1;
@@ -44,16 +44,29 @@ impl Failure {
     /// An error with its chain of sources, on one line.
     pub(crate) fn from_error(error: &dyn std::error::Error) -> Self {
         let mut cause = error.to_string();
-        let mut source = error.source();
+        let (mut source, mut cure) = (error.source(), None);
         while let Some(inner) = source {
             let text = inner.to_string();
+            cure = cure.or(inner.downcast_ref().and_then(cure_of));
             if !cause.contains(&text) {
                 cause.push_str(": ");
                 cause.push_str(&text);
             }
             source = inner.source();
         }
-        Failure::new(cause)
+        Failure { cause, cure: cure.map(Into::into), code: FAILED }
+    }
+}
+
+/// What helps whatever was being read or written.
+fn cure_of(error: &io::Error) -> Option<&'static str> {
+    match error.kind() {
+        io::ErrorKind::PermissionDenied => Some("run it as a user who may do that, or name another place"),
+        io::ErrorKind::ReadOnlyFilesystem => Some("name a place that can be written"),
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
+            Some("free some space, or name another place")
+        }
+        _ => None,
     }
 }
 
@@ -70,5 +83,37 @@ impl fmt::Display for Failure {
 impl<E: std::error::Error> From<E> for Failure {
     fn from(error: E) -> Self {
         Failure::from_error(&error)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Debug)]
+    struct Writing(io::Error);
+
+    impl fmt::Display for Writing {
+        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("write \"/x\"")
+        }
+    }
+
+    impl std::error::Error for Writing {
+        fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+            Some(&self.0)
+        }
+    }
+
+    #[test]
+    fn what_the_system_refuses_has_a_cure() {
+        let said = |kind: io::ErrorKind| Failure::from_error(&Writing(kind.into())).to_string();
+        let told = said(io::ErrorKind::PermissionDenied);
+        assert_eq!(
+            told,
+            "error: write \"/x\": permission denied\n  run it as a user who may do that, or name another place"
+        );
+        assert!(said(io::ErrorKind::StorageFull).contains("free some space"));
+        assert_eq!(said(io::ErrorKind::NotFound), "error: write \"/x\": entity not found");
     }
 }
