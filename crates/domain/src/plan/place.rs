@@ -169,6 +169,7 @@ impl<'v> Draft<'v> {
                 true,
                 format!("idle; it makes room for {wins}"),
             );
+            self.leave_with(victim.model);
         }
     }
 
@@ -232,12 +233,8 @@ impl<'v> Draft<'v> {
         if !idle || self.is_changed(name, slot) || placed.is_failed() {
             return None;
         }
-        let serving = entry.replicas().filter(|(at, placed)| {
-            self.hold(name, *at, placed).is_some_and(Hold::serves)
-                && self.node(*at).state() != NodeState::Lost
-        });
         let (withdraw, after) = match hold {
-            Hold::Serve(_) if serving.count() <= model.facts.scaling.min as usize => return None,
+            Hold::Serve(_) if !self.can_spare(model, slot) => return None,
             _ if model.facts.content.pin_host => return None,
             Hold::Serve(_) | Hold::Host => (false, model.facts.claim(Hold::Disk)),
             // Bytes that are on their way are worth more than the room they take.

@@ -5,6 +5,7 @@ use proptest::prelude::*;
 use super::plan;
 use crate::audit::{applied, audit};
 use crate::replica::Cause;
+use crate::view::NodeState;
 use crate::world::{World, model};
 
 #[derive(Clone, Debug)]
@@ -129,10 +130,17 @@ proptest! {
         let after = applied(&world.view, &first, world.now);
         let again = plan(&after, world.now);
         // A name that was taken by an earlier Model is free only once its order is withdrawn; and an order that rises
-        // to an accelerator is one that is not ready, which may make one more wanted.
+        // to an accelerator is one that is not ready, which may make one more wanted; and where the last ready replica
+        // leaves its node, what is wanted is judged as from zero.
+        let left = |order: &super::Order| {
+            let facts = world.view.model(&order.model).and_then(|entry| entry.facts.as_ref());
+            let node = world.view.node_named(&order.node);
+            order.drain_deadline.is_some()
+                && facts.zip(node).is_some_and(|(facts, node)| node.state_for(facts) == NodeState::Draining)
+        };
         let unsettling = |step: &super::Step| match step {
             super::Step::Withdraw { .. } => true,
-            super::Step::Order(order) => order.rises,
+            super::Step::Order(order) => order.rises || left(order),
         };
         let settled = if first.steps.iter().any(unsettling) { plan(&applied(&after, &again, world.now), world.now) } else { again };
         prop_assert!(settled.is_empty(), "first\n{}then\n{}", first, settled);

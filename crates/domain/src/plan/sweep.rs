@@ -169,6 +169,26 @@ impl<'v> Draft<'v> {
         }
     }
 
+    /// Whether an idle model has its minimum without its replica there. One on a node that must be left counts for
+    /// nothing, but serves until enough others are ready.
+    pub(super) fn can_spare(&self, model: Known<'v>, slot: Slot) -> bool {
+        let (mut stay, mut ready) = (0, 0);
+        for (_, placed, _) in self.parts(model).filter(|(at, _, part)| *at != slot && *part == Part::Stays) {
+            stay += 1;
+            ready += u32::from(placed.is_ready());
+        }
+        let leaves = self.parts(model).any(|(at, _, part)| at == slot && part == Part::Leaves);
+        (if leaves { ready } else { stay }) >= model.facts.scaling.min
+    }
+
+    /// An idle model of which no more stays than its minimum wants nothing of the nodes that it must leave.
+    pub(super) fn leave_with(&mut self, model: Known<'v>) {
+        let min = model.facts.scaling.min;
+        if self.count(model, Part::Stays) <= min {
+            self.leave(model, min);
+        }
+    }
+
     pub(super) fn leave_now(&mut self, model: Known<'v>) {
         let leaving: Vec<Slot> =
             self.parts(model).filter(|(.., part)| *part == Part::Leaves).map(|(slot, ..)| slot).collect();

@@ -221,6 +221,28 @@ fn a_taint_that_evicts_drives_out_who_does_not_tolerate_it() {
 }
 
 #[test]
+fn an_idle_model_that_is_evicted_leaves_the_nodes_that_it_must_leave_too() {
+    let world =
+        World::new().node("n1", "host=1GiB").node("n2", "draining").model("a", "size=800MB copies=0 max=2");
+    let world = world.loads("a", "n1").serves("a", "n2").model("b", "size=800MB copies=0");
+    world.wakes("b", 1).check(
+        "a@n1 disk drain: idle; it makes room for default/b
+         a@n2 disk drain: its node is being emptied
+         b@n1 cpu: woken by a request; 4.3s from remote (fetch 4.0s, read 0.8s, prefill 0.3s), in the place of idle default/a",
+    );
+}
+
+#[test]
+fn a_replica_on_a_node_that_must_be_left_is_none_of_the_minimum() {
+    let world =
+        World::new().node("n1", "draining").node("n2", "host=1GiB").model("a", "size=800MB copies=0 min=1");
+    let world = world.serves("a", "n1").loads("a", "n2").model("b", "size=800MB copies=0");
+    world.wakes("b", 1).check(
+        "b waits: waits for room: needs 776MiB of host memory, node n2 has 248MiB free beside what is in use",
+    );
+}
+
+#[test]
 fn what_never_fits_is_refused_with_both_sizes() {
     World::new().node("n1", "host=1GiB").model("a", "size=4GiB copies=0").wakes("a", 1).check(
         "a refused: needs 4.0GiB of host memory, the largest node (n1) has 1GiB: start an agent with more --host-memory, or use a smaller model",
