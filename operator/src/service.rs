@@ -10,6 +10,8 @@
 //! A turn carries out at most [`STEPS_MAX`] steps, the urgent ones first, so that a wake never waits behind a
 //! thousand prefetches: what was left out is planned again in the next turn, with what has happened meanwhile.
 
+mod asks;
+
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,14 +19,13 @@ use std::time::Duration;
 use futures::StreamExt as _;
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::Node;
-use pilotlight_api::demand::{DemandAnswer, DemandReport, ModelDemand, Refused};
+use pilotlight_api::demand::DemandAnswer;
 use pilotlight_api::node::LEASE_NAMESPACE;
 use pilotlight_api::{Model, ModelNode, ModelReplica};
 use pilotlight_domain::plan::{Plan, Step, plan_some};
-use pilotlight_domain::view::{Hold, Placed};
+use pilotlight_domain::view::Hold;
 use pilotlight_domain::{ModelName, NodeName, Timestamp};
 use pilotlight_kit::clock::Clock;
-use pilotlight_kit::trace::Span;
 use pilotlight_kit::{Backoff, Readiness, Stop};
 use pilotlight_store::{ClusterStore, Filter, Reflected, Typed as _, Verdict, reflect};
 use prometheus::Registry;
@@ -34,7 +35,7 @@ use tokio::time::Instant;
 use crate::agenda::Agenda;
 use crate::apply::{Write, Written, carry_out, render};
 use crate::demand::DemandBook;
-use crate::http::{ASKS_MAX, Ask, Handle, Place, PlaceAnswer};
+use crate::http::{ASKS_MAX, Ask, Handle, PlaceAnswer};
 use crate::index::{Index, Touched};
 use crate::metrics::{Metrics, Shown};
 use crate::roll_call::RollCall;
@@ -44,6 +45,7 @@ use crate::status::{self, Costs, Facts};
 use crate::story::{Chapter, chapters};
 use crate::writer::Outbox;
 use crate::{explain, leader};
+use asks::Wake;
 
 /// Writes of one turn: at 16 side by side and 5 ms each that is 20 ms.
 const STEPS_MAX: usize = 64;
@@ -166,23 +168,6 @@ struct Service {
     seen: Touched,
     /// What happened to them that no status shows.
     stories: BTreeMap<ModelName, Vec<Chapter>>,
-}
-
-/// A wake until its order is written.
-struct Wake {
-    arrived: Instant,
-    /// The operator's part of the trace of the request that woke.
-    span: Span,
-}
-
-impl Wake {
-    fn new(demand: &ModelDemand, arrived: Instant) -> Wake {
-        let told = demand.traceparent.as_deref();
-        let span = told.map(|told| Span::begin("decide", Some(told)).since(arrived.elapsed()));
-        let span = span.unwrap_or_default();
-        span.set("pilotlight.model", &demand.model);
-        Wake { arrived, span }
-    }
 }
 
 /// One thing that happened.
@@ -317,93 +302,6 @@ impl Service {
         if story.peek().is_some() {
             self.stories.entry(model.clone()).or_default().extend(story);
             self.seen.insert(model.clone());
-        }
-    }
-
-    fn take_demand(
-        &mut self,
-        report: &DemandReport,
-        arrived: Instant,
-        answer: oneshot::Sender<DemandAnswer>,
-        now: Timestamp,
-    ) -> Touched {
-        let touched = self.book.take(report, now);
-        for model in &report.models {
-            for cold_start in &model.cold_starts {
-                self.costs.entry(model.model.clone()).or_default().add(cold_start);
-            }
-            self.happened(&model.model, Chapter::moved(model.migrated, model.recovered));
-            if model.held > 0 && !self.serves(&model.model) {
-                self.wakes.entry(model.model.clone()).or_insert_with(|| Wake::new(model, arrived));
-            }
-        }
-        let quiet = |model: &ModelDemand| {
-            let quiet = Duration::try_from_secs_f64(model.quiet_seconds?).ok()?;
-            let micros = u64::try_from(quiet.as_micros()).unwrap_or(u64::MAX);
-            Some((model.model.clone(), Timestamp::from_micros(now.as_micros().saturating_sub(micros))))
-        };
-        let ended = report.models.iter().filter_map(quiet).collect();
-        self.refresh_demand(&touched, &ended, now);
-        self.answers.retain(|(_, answer)| !answer.is_closed());
-        self.answers.push((report.models.iter().map(|model| model.model.clone()).collect(), answer));
-        touched
-    }
-
-    fn take_place(&mut self, place: Place, answer: PlaceAnswer, now: Timestamp) -> Touched {
-        let Place { model, node, seconds } = place;
-        let until = now + Duration::from_secs_f64(seconds.clamp(1.0, 3600.0));
-        if self.index.model(&model).is_none() || !self.index.view.pin(&model, &node, until, now) {
-            let _gone = answer.send(Err(format!("there is no Model {model}, or no node {node}")));
-            return Touched::new();
-        }
-        self.placing.retain(|(.., answer)| !answer.is_closed());
-        self.placing.push((model.clone(), node, answer));
-        Touched::from_iter([model])
-    }
-
-    /// Answers those whose orders are written, or cannot be.
-    fn answer_places(&mut self, now: Timestamp) {
-        if self.retry_at.is_some() {
-            return;
-        }
-        for (model, node, answer) in std::mem::take(&mut self.placing) {
-            let serves = |placed: &Placed| placed.hold.serves() && !placed.is_failed();
-            let placed = self.index.view.replica(&model, &node).is_some_and(serves);
-            let _gone = answer.send(if placed { Ok(()) } else { Err(self.why_not(&model, &node, now)) });
-        }
-    }
-
-    fn why_not(&self, model: &ModelName, node: &NodeName, now: Timestamp) -> String {
-        let explained = pilotlight_domain::plan::explain(&self.index.view, model, now);
-        let why = explained.and_then(|e| e.candidates.into_iter().find(|c| c.node == *node)?.why_not);
-        why.map_or_else(
-            || format!("{model} is not to serve on {node}: see `pilotlight explain model {}`", model.name),
-            |why| format!("{model} cannot serve on {node}: {why}"),
-        )
-    }
-
-    fn serves(&self, name: &ModelName) -> bool {
-        let entry = self.index.view.model(name);
-        entry.is_some_and(|entry| entry.replicas().any(|(_, placed)| placed.hold.serves()))
-    }
-
-    /// `ended` is when the last body of a model ended, where a router says so.
-    fn refresh_demand(&mut self, models: &Touched, ended: &HashMap<ModelName, Timestamp>, now: Timestamp) {
-        for name in models {
-            let sum = self.book.sum(name);
-            let Some(facts) = self.index.view.model(name).and_then(|entry| entry.facts.as_ref()) else {
-                continue;
-            };
-            let window = facts.scaling.stable_window.max(facts.scaling.down_delay);
-            let ended = ended.get(name).copied();
-            self.index
-                .view
-                .change_demand(name, |demand| demand.set(sum.in_flight, sum.held, ended, now, window));
-            if sum.held + sum.in_flight == 0 {
-                self.wakes.remove(name);
-                // What this model holds may be what another waits for.
-                self.agenda.touch_waiting();
-            }
         }
     }
 
@@ -542,27 +440,6 @@ impl Service {
             Ok(Some(replica)) => drop(self.index.put_replica(replica, now)),
             Ok(None) => self.index.withdrew(step.model(), step.node()),
             Err(error) => tracing::debug!(%error, "read an order again"),
-        }
-    }
-
-    /// Answers the routers whose wakes are ordered, or cannot be.
-    fn answer(&mut self) {
-        if self.retry_at.is_some() {
-            // Not all of it was written: who asked waits for the next try.
-            return;
-        }
-        for (models, answer) in self.answers.drain(..) {
-            let refused = models.into_iter().filter_map(|model| {
-                if self.index.model(&model).is_none() {
-                    // It may be on its way to us.
-                    let message = format!("the operator knows no Model {model}");
-                    return Some(Refused { model, message, retry: true });
-                }
-                let outlook = self.agenda.outlook(&model).filter(|outlook| outlook.serving == 0)?;
-                let unplaced = outlook.unplaced.as_ref()?;
-                Some(Refused { model, message: unplaced.message.clone(), retry: unplaced.retry })
-            });
-            let _gone = answer.send(DemandAnswer { refused: refused.collect() });
         }
     }
 
