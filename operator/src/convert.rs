@@ -70,6 +70,8 @@ pub(crate) fn model_facts(model: &Model, resolved: Option<&Resolved>) -> ModelFa
             panic_percent: count(scaling.panic_threshold_percent),
             idle: seconds(scaling.idle_seconds),
             down_delay: seconds(scaling.scale_down_delay_seconds),
+            // They depend on the time, and come with each plan.
+            hours: Vec::new(),
         },
         withheld: None,
         suspended: spec.suspend,

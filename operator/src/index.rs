@@ -22,6 +22,7 @@ use pilotlight_store::Reflected;
 use crate::convert;
 use crate::machine::{self, Machine};
 use crate::roll_call;
+use crate::schedules;
 use crate::secrets::{Found, SecretName};
 use life::Life;
 
@@ -172,6 +173,21 @@ impl Index {
         let mut touched = self.names.remove(name);
         touched.insert(name.clone());
         touched
+    }
+
+    /// Looks what hours its schedules have now.
+    pub(crate) fn look_at_schedules(&mut self, name: &ModelName, now: Timestamp) {
+        let Some(model) = self.models.get(name).filter(|model| !model.spec.scaling.schedules.is_empty())
+        else {
+            return;
+        };
+        let hours = schedules::hours(model, now);
+        let known = self.view.model(name).and_then(|entry| entry.facts.as_ref());
+        if let Some(facts) = known.filter(|facts| facts.scaling.hours != hours) {
+            let mut facts = facts.clone();
+            facts.scaling.hours = hours;
+            self.view.put_model(name, facts);
+        }
     }
 
     /// What the plan must know of it; none while nobody knows whether its Secret is there.

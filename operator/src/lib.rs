@@ -27,6 +27,7 @@ mod machine;
 mod metrics;
 mod names;
 mod roll_call;
+mod schedules;
 mod secrets;
 mod service;
 mod settings;

@@ -343,6 +343,9 @@ impl Service {
         if models.is_empty() {
             return;
         }
+        for name in &models {
+            self.index.look_at_schedules(name, now);
+        }
         let begun = Instant::now();
         let Plan { steps, outlook } = plan_some(&self.index.view, &models, now);
         self.metrics.plan.observe(begun.elapsed().as_secs_f64());

@@ -8,7 +8,7 @@ mod real;
 
 use cluster::{Cluster, SOURCE_MISSING};
 use pilotlight_api::conditions::ConditionStatus;
-use pilotlight_api::model::{SecretRef, Toleration};
+use pilotlight_api::model::{Schedule, SecretRef, Toleration};
 use pilotlight_api::{ConditionKind, Hold, ModelPhase, Reason, ReplicaPhase};
 
 macro_rules! stories {
@@ -39,6 +39,7 @@ stories! {
     a_lost_node_is_left_and_a_new_one_taken,
     a_node_is_said_to_be_lost_and_to_be_back,
     what_no_status_shows_is_told_as_well,
+    hours_of_a_schedule_raise_a_model_and_let_it_go,
     a_restart_in_the_middle_goes_on,
     explain_says_where_and_why_not,
     two_operators_do_no_harm,
@@ -310,6 +311,44 @@ async fn what_no_status_shows_is_told_as_well(cluster: Cluster) {
     cluster.agent_ready(&order, "100MB").await;
     cluster.residents("n1", &[]).await;
     assert_eq!(cluster.told("a", "Evicted", 1).await, "its copy is not on the disk of n1 any more");
+    cluster.stop().await;
+}
+
+async fn hours_of_a_schedule_raise_a_model_and_let_it_go(cluster: Cluster) {
+    // It is eight o'clock.
+    cluster.node("n1", "2GiB").await;
+    let schedule = |cron: &str| Schedule {
+        timezone: "UTC".into(),
+        cron: cron.into(),
+        duration_seconds: 600,
+        min_replicas: 1,
+    };
+    cluster
+        .model("a", |spec| {
+            spec.scaling.idle_seconds = 60;
+            spec.scaling.schedules = vec![schedule("0 9 * * *"), schedule("99 9 * * *")];
+        })
+        .await;
+    cluster.agent_ready(&cluster.ordered("a", "n1", Hold::Disk).await, "100MB").await;
+    let model = cluster.condition("a", ConditionKind::ScalingActive, ConditionStatus::False).await;
+    let conditions = model.status.unwrap().conditions;
+    let told = conditions.iter().find(|c| c.kind == ConditionKind::ScalingActive).unwrap();
+    assert_eq!(told.reason, Reason::InvalidSchedule);
+    assert!(told.message.starts_with("spec.scaling.schedules[1] raises nothing: cron: "), "{}", told.message);
+    cluster.pass(3599).await;
+    assert_eq!(cluster.replica("a", "n1").await.spec.hold, Hold::Disk);
+    cluster.pass(1).await;
+    let raised = cluster.ordered("a", "n1", Hold::Host).await;
+    assert!(raised.spec.reason.starts_with("scaling.schedules; "), "{}", raised.spec.reason);
+    cluster.agent_ready(&raised, "100MB").await;
+    cluster.phase("a", ModelPhase::Ready).await;
+    cluster.pass(599).await;
+    assert_eq!(cluster.replica("a", "n1").await.spec.hold, Hold::Host);
+    cluster.pass(1).await;
+    cluster.agent_ready(&cluster.ordered("a", "n1", Hold::Disk).await, "100MB").await;
+    // And the next day again.
+    cluster.pass(85_800).await;
+    cluster.ordered("a", "n1", Hold::Host).await;
     cluster.stop().await;
 }
 

@@ -114,6 +114,8 @@ pub enum Reason {
     DemandFresh,
     /// `scaling.disabled`.
     ScalingDisabled,
+    /// An entry of `scaling.schedules` cannot be read; the others count.
+    InvalidSchedule,
     /// A load moves.
     Moving,
     /// Nothing is to do.

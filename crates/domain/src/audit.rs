@@ -62,7 +62,7 @@ pub fn audit(view: &View, plan: &Plan, now: Timestamp) -> Vec<String> {
         complaints.extend(check_room(&after, node));
     }
     for (name, entry) in view.models() {
-        complaints.extend(check_busy(view, &after, name, entry).map(|c| format!("{name}: {c}")));
+        complaints.extend(check_busy(view, &after, name, entry, now).map(|c| format!("{name}: {c}")));
         complaints.extend(check_woken(&after, name, entry, plan).map(|c| format!("{name}: {c}")));
     }
     complaints
@@ -133,7 +133,13 @@ fn serves(view: &View, name: &ModelName, states: &[NodeState]) -> usize {
 }
 
 /// A model that is used keeps serving, unless people or a lost node took it away.
-fn check_busy(view: &View, after: &View, name: &ModelName, entry: &ModelEntry) -> Option<String> {
+fn check_busy(
+    view: &View,
+    after: &View,
+    name: &ModelName,
+    entry: &ModelEntry,
+    now: Timestamp,
+) -> Option<String> {
     let facts = entry.facts.as_ref()?;
     let states = [NodeState::Ready, NodeState::Paused];
     let mine = entry.replicas().all(|(_, placed)| placed.content.uid == facts.content.uid);
@@ -141,7 +147,7 @@ fn check_busy(view: &View, after: &View, name: &ModelName, entry: &ModelEntry) -
     if !mine || facts.suspended || facts.scaling.fixed.is_some() {
         return None;
     }
-    let floor = facts.scaling.min.max(u32::from(entry.demand.concurrency() > 0)) as usize;
+    let floor = facts.scaling.min_at(now).max(u32::from(entry.demand.concurrency() > 0)) as usize;
     (left < before.min(floor)).then(|| format!("drained below {floor} though it is used or wanted"))
 }
 

@@ -4,8 +4,8 @@
 //! short window shows panic; down only after a delay, and to zero only after an idle time that starts at Ready or at
 //! the end of the last body, whichever is later. A load that nobody waits for any more is finished, not killed.
 //!
-//! It deliberately does **not** know whether there is room: that is [`plan`](crate::plan)'s business. Schedules
-//! (`scaling.schedules`) are not looked at yet.
+//! It deliberately does **not** know whether there is room: that is [`plan`](crate::plan)'s business. Hours of
+//! a schedule raise the minimum.
 
 use std::fmt;
 use std::time::Duration;
@@ -45,6 +45,8 @@ pub enum Why {
     NoDemand,
     /// `scaling.minReplicas`.
     Minimum,
+    /// `scaling.schedules`: it is their time.
+    Scheduled,
     /// `suspend`.
     Suspended,
     /// `scaling.disabled`: as many as `replicas` says.
@@ -70,6 +72,7 @@ impl fmt::Display for Why {
         match self {
             Why::NoDemand => f.write_str("no demand"),
             Why::Minimum => f.write_str("scaling.minReplicas"),
+            Why::Scheduled => f.write_str("scaling.schedules"),
             Why::Suspended => f.write_str("suspended"),
             Why::Fixed => f.write_str("as many as spec.replicas says"),
             Why::Woken(1) => f.write_str("woken by a request"),
@@ -101,6 +104,12 @@ pub struct Wanted {
 
 /// How many replicas a model should have.
 pub fn wanted(facts: &ModelFacts, demand: &Demand, serving: Serving, now: Timestamp) -> Wanted {
+    let by_demand = by_demand(facts, demand, serving, now);
+    let turns = facts.scaling.turns_after(now).filter(|_| !facts.suspended && facts.scaling.fixed.is_none());
+    Wanted { due: [by_demand.due, turns].into_iter().flatten().min(), ..by_demand }
+}
+
+fn by_demand(facts: &ModelFacts, demand: &Demand, serving: Serving, now: Timestamp) -> Wanted {
     let settled = |count, why| Wanted { count, why, due: None };
     let scaling = &facts.scaling;
     if facts.suspended {
@@ -109,10 +118,16 @@ pub fn wanted(facts: &ModelFacts, demand: &Demand, serving: Serving, now: Timest
     if let Some(fixed) = scaling.fixed {
         return settled(fixed, Why::Fixed);
     }
-    let (min, max) = (scaling.min, scaling.max.max(scaling.min));
+    let min = scaling.min_at(now);
+    let max = scaling.max.max(min);
     let open = demand.concurrency();
     if open == 0 && serving.ordered <= min {
-        return settled(min, if min == 0 { Why::NoDemand } else { Why::Minimum });
+        let why = match min {
+            0 => Why::NoDemand,
+            _ if min > scaling.min => Why::Scheduled,
+            _ => Why::Minimum,
+        };
+        return settled(min, why);
     }
     let slots = if serving.slots == 0 { SLOTS_DEFAULT } else { serving.slots };
     let target = scaling.target.map_or(f64::from(slots) * TARGET_SHARE, f64::from).max(0.1);
@@ -162,7 +177,7 @@ fn quiet(
     now: Timestamp,
 ) -> Wanted {
     let scaling = &facts.scaling;
-    let floor = scaling.min;
+    let floor = scaling.min_at(now);
     let Some(ready_since) = serving.ready_since else {
         let since = serving.under_way_since.unwrap_or(now);
         let deadline = since + facts.progress_deadline;

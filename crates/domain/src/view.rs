@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 pub use demand::{Demand, LoadHistory};
 pub use facts::{
-    Accelerator, CHUNK, Claim, Content, Device, DeviceFacts, Hold, ModelFacts, NodeFacts, NodeState,
+    Accelerator, CHUNK, Claim, Content, Device, DeviceFacts, Hold, Hours, ModelFacts, NodeFacts, NodeState,
     ResidentFacts, Scaling, Size, Taint, TierFacts, Toleration, Withheld,
 };
 

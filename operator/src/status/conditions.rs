@@ -9,6 +9,7 @@ use pilotlight_domain::replica::Cause;
 use pilotlight_kit::clock::rfc3339;
 
 use super::{Counts, Facts, Failure};
+use crate::schedules;
 
 /// Status, reason, message.
 type Said = (ConditionStatus, Reason, String);
@@ -159,6 +160,8 @@ fn scaling_active(facts: &Facts<'_>) -> Said {
         no(Reason::Suspended, "suspended by spec.suspend")
     } else if spec.scaling.disabled {
         no(Reason::ScalingDisabled, "spec.scaling.disabled leaves the number of replicas to spec.replicas")
+    } else if let Some(mistake) = schedules::mistake(facts.model) {
+        no(Reason::InvalidSchedule, mistake)
     } else {
         yes(Reason::DemandFresh, "replicas follow demand")
     }

@@ -178,12 +178,12 @@ impl<'v> Draft<'v> {
             ready += u32::from(placed.is_ready());
         }
         let leaves = self.parts(model).any(|(at, _, part)| at == slot && part == Part::Leaves);
-        (if leaves { ready } else { stay }) >= model.facts.scaling.min
+        (if leaves { ready } else { stay }) >= model.facts.scaling.min_at(self.now)
     }
 
     /// An idle model of which no more stays than its minimum wants nothing of the nodes that it must leave.
     pub(super) fn leave_with(&mut self, model: Known<'v>) {
-        let min = model.facts.scaling.min;
+        let min = model.facts.scaling.min_at(self.now);
         if self.count(model, Part::Stays) <= min {
             self.leave(model, min);
         }

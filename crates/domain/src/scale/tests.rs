@@ -1,11 +1,11 @@
 use super::*;
-use crate::view::Scaling;
+use crate::view::{Hours, Scaling};
 
 fn at(seconds: f64) -> Timestamp {
     Timestamp::from_micros(1_000_000_000 + (seconds * 1e6) as u64)
 }
 
-/// `min=0 max=4 target=2 idle=60 delay=10 fixed=3 suspend`
+/// `min=0 max=4 target=2 idle=60 delay=10 fixed=3 suspend hours=2` (two from second 100 to 200)
 fn facts(words: &str) -> ModelFacts {
     let mut facts = ModelFacts::default();
     let scaling: &mut Scaling = &mut facts.scaling;
@@ -23,6 +23,7 @@ fn facts(words: &str) -> ModelFacts {
             "delay" => scaling.down_delay = seconds,
             "fixed" => scaling.fixed = Some(number),
             "suspend" => facts.suspended = true,
+            "hours" => scaling.hours.push(Hours { begins: at(100.0), ends: at(200.0), min: number }),
             other => panic!("{other}"),
         }
     }
@@ -132,4 +133,16 @@ fn people_have_the_last_word() {
     check("suspend", "0:9", ready(2, 2), 5.0, "0: suspended");
     check("fixed=3", "", ready(0, 0), 5.0, "3: as many as spec.replicas says");
     check("fixed=0", "0:9", ready(0, 0), 5.0, "0: as many as spec.replicas says");
+}
+
+#[test]
+fn hours_of_a_schedule_raise_the_minimum_while_they_last() {
+    check("hours=2", "", ready(0, 0), 99.0, "0: no demand, again in 1.0s");
+    check("hours=2", "", ready(0, 0), 100.0, "2: scaling.schedules, again in 100s");
+    check("hours=2 min=3", "", ready(0, 0), 150.0, "3: scaling.minReplicas, again in 50s");
+    check("hours=2", "", ready(2, 2), 199.0, "2: scaling.schedules, again in 1.0s");
+    // Idle by then: quiet for longer than the idle time.
+    check("hours=2 idle=60", "", ready(2, 2), 200.0, "0: idle for 200s");
+    check("hours=2 fixed=1", "", ready(0, 0), 150.0, "1: as many as spec.replicas says");
+    check("hours=2 suspend", "", ready(2, 2), 150.0, "0: suspended");
 }

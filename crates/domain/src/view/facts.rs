@@ -8,7 +8,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::replica::Cause;
-use crate::{Bandwidth, ByteCount, Tier};
+use crate::{Bandwidth, ByteCount, Tier, Timestamp};
 
 /// The host pool's unit: weights of one file, and KV pages, take whole chunks.
 pub const CHUNK: ByteCount = ByteCount::from_mib(8);
@@ -122,6 +122,33 @@ pub struct Scaling {
     pub idle: Duration,
     /// A scale-down waits so long.
     pub down_delay: Duration,
+    /// For each schedule the hours that are now, or come next.
+    pub hours: Vec<Hours>,
+}
+
+/// Known hours in which there are never fewer replicas than so many.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Hours {
+    /// From here.
+    pub begins: Timestamp,
+    /// Before here.
+    pub ends: Timestamp,
+    /// So many.
+    pub min: u32,
+}
+
+impl Scaling {
+    /// Never fewer than this now.
+    pub fn min_at(&self, now: Timestamp) -> u32 {
+        let now = self.hours.iter().filter(|hours| hours.begins <= now && now < hours.ends);
+        now.map(|hours| hours.min).max().unwrap_or(0).max(self.min)
+    }
+
+    /// When hours begin or end next.
+    pub fn turns_after(&self, now: Timestamp) -> Option<Timestamp> {
+        let turns = self.hours.iter().flat_map(|hours| [hours.begins, hours.ends]);
+        turns.filter(|turn| *turn > now).min()
+    }
 }
 
 impl Default for Scaling {
@@ -136,6 +163,7 @@ impl Default for Scaling {
             panic_percent: 200,
             idle: Duration::from_secs(300),
             down_delay: Duration::from_secs(30),
+            hours: Vec::new(),
         }
     }
 }
