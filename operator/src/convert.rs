@@ -75,7 +75,9 @@ pub(crate) fn model_facts(model: &Model, resolved: Option<&Resolved>) -> ModelFa
         },
         withheld: None,
         suspended: spec.suspend,
-        copies: count(spec.residency.copies),
+        copies: count(spec.residency.copies).max(u32::from(spec.residency.pin == Pin::Disk)),
+        pin_disk: spec.residency.pin == Pin::Disk,
+        disk_time: seconds(spec.residency.disk_seconds),
         selector: spec.resources.placement.node_selector.clone(),
         tolerations: spec.resources.placement.tolerations.iter().map(toleration).collect(),
         accelerator: match class.as_str() {

@@ -97,7 +97,7 @@ fn both_tasks() -> Vec<Task> {
 pub struct Source {
     /// `file://`, `hf://`, `s3://`, `gs://`, `az://`, `http://` or `https://`.
     pub uri: String,
-    /// Commit, tag or version.
+    /// Commit, tag or version. Not looked at yet: a folder has none.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub revision: String,
     /// `sha256:` of our manifest; a load is refused on mismatch.
@@ -106,10 +106,10 @@ pub struct Source {
     /// Credentials, in the same namespace.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub secret_ref: Option<SecretRef>,
-    /// Globs of files to take; default: weights, config and tokenizer.
+    /// Globs of files to take; default: weights, config and tokenizer. Not looked at yet.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub include: Vec<String>,
-    /// Globs of files to leave.
+    /// Globs of files to leave. Not looked at yet.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub exclude: Vec<String>,
 }
@@ -154,7 +154,7 @@ defaulted! {
     Accelerator {
         /// Its class; empty: any.
         class: String = String::new(),
-        /// How many.
+        /// How many. Not looked at yet: a model is served by one.
         count: i32 = 1,
         /// Memory on each, as a size; empty: from the checkpoint.
         memory: String = String::new(),
@@ -273,7 +273,8 @@ pub enum Pin {
 defaulted! {
     /// How long copies stay in the tiers.
     Residency {
-        /// First to be evicted from the host pool after so long without a request.
+        /// First to be evicted from the host pool after so long without a request. Not looked at yet: there the least recently
+        /// used goes first.
         host_seconds: i32 = 3600,
         /// First to be evicted from the disk after so long without a request.
         disk_seconds: i32 = 604_800,

@@ -111,6 +111,8 @@ impl World {
                 }
                 "suspend" => facts.suspended = true,
                 "pin" => content.pin_host = true,
+                "pin-disk" => facts.pin_disk = true,
+                "disk-time" => facts.disk_time = Duration::from_secs(number().into()),
                 "uid" => content.uid = value.into(),
                 "from" => content.source_uri = value.into(),
                 other => panic!("{other}"),

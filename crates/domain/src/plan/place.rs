@@ -23,6 +23,8 @@ struct Victim<'v> {
     model: Known<'v>,
     slot: Slot,
     last_used: Timestamp,
+    /// A copy on disk that had its time.
+    stale: bool,
     frees: Claim,
     /// Gone altogether, or only back to its copy on disk.
     withdraw: bool,
@@ -193,7 +195,12 @@ impl<'v> Draft<'v> {
             .filter_map(|name| self.victim(name, slot))
             .collect();
         idle.sort_by(|a, b| {
-            (a.withdraw, a.last_used, a.model.name).cmp(&(b.withdraw, b.last_used, b.model.name))
+            (a.withdraw, !a.stale, a.last_used, a.model.name).cmp(&(
+                b.withdraw,
+                !b.stale,
+                b.last_used,
+                b.model.name,
+            ))
         });
         // Sessions may have taken more than was claimed: where the agent found no room, one more must go.
         let failed = |placed: &Placed| {
@@ -238,14 +245,15 @@ impl<'v> Draft<'v> {
             _ if model.facts.content.pin_host => return None,
             Hold::Serve(_) | Hold::Host => (false, model.facts.claim(Hold::Disk)),
             // Bytes that are on their way are worth more than the room they take.
-            Hold::Disk if !placed.is_ready() => return None,
+            Hold::Disk if !placed.is_ready() || model.facts.pin_disk => return None,
             Hold::Disk => (true, Claim::default()),
         };
         let mut frees = model.facts.claim(hold);
         frees.give_back(after);
         // Not its readiness, which may be told after the answers that it gave.
         let last_used = entry.demand.quiet_since.unwrap_or(placed.since);
-        Some(Victim { model, slot, last_used, frees, withdraw })
+        let stale = withdraw && self.now.since(last_used) >= model.facts.disk_time;
+        Some(Victim { model, slot, last_used, stale, frees, withdraw })
     }
 
     /// Why nothing fits: the most hopeful of the nodes' reasons.

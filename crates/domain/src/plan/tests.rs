@@ -243,6 +243,22 @@ fn a_replica_on_a_node_that_must_be_left_is_none_of_the_minimum() {
 }
 
 #[test]
+fn a_copy_that_had_its_time_makes_room_before_one_that_was_used_longer_ago() {
+    let world = |a: &str, b: &str| {
+        let world =
+            World::new().node("n1", "disk=1500MiB").model("a", &format!("size=600MiB {a}")).cached("a", "n1");
+        let world = world.after(50.0).model("b", &format!("size=600MiB {b}")).cached("b", "n1");
+        world.after(50.0).model("c", "size=600MiB copies=0").wakes("c", 1).plan().to_string()
+    };
+    let goes = |a, b| world(a, b).lines().next().unwrap().to_owned();
+    assert_eq!(goes("", ""), "a@n1 withdraw: idle; its copy makes room for default/c");
+    assert_eq!(goes("", "disk-time=50"), "b@n1 withdraw: idle; its copy makes room for default/c");
+    assert_eq!(goes("pin-disk", ""), "b@n1 withdraw: idle; its copy makes room for default/c");
+    let both = world("pin-disk", "pin-disk");
+    assert!(both.contains("c waits: waits for room: needs 600MiB of disk"), "{both}");
+}
+
+#[test]
 fn what_never_fits_is_refused_with_both_sizes() {
     World::new().node("n1", "host=1GiB").model("a", "size=4GiB copies=0").wakes("a", 1).check(
         "a refused: needs 4.0GiB of host memory, the largest node (n1) has 1GiB: start an agent with more --host-memory, or use a smaller model",

@@ -238,6 +238,10 @@ pub struct ModelFacts {
     pub suspended: bool,
     /// Nodes that hold it on disk before any request.
     pub copies: u32,
+    /// Its copies on disk make room for nobody.
+    pub pin_disk: bool,
+    /// After so long without a request its copies on disk are the first to make room.
+    pub disk_time: Duration,
     /// Labels that a node must have.
     pub selector: BTreeMap<String, String>,
     /// Taints of a node that it does not mind.
@@ -264,6 +268,8 @@ impl Default for ModelFacts {
             withheld: None,
             suspended: false,
             copies: 1,
+            pin_disk: false,
+            disk_time: Duration::from_secs(604_800),
             selector: BTreeMap::new(),
             tolerations: Vec::new(),
             accelerator: Accelerator::default(),
