@@ -102,6 +102,7 @@ async fn pods_are_killed(site: &Site, text: &str) {
     let killed = agents.iter().find(|pod| pod["spec"]["nodeName"] == serving.as_str()).unwrap();
     site.kill(killed);
     assert_eq!(stream.await.unwrap().unwrap(), text, "the agent of {serving} was killed");
+    site.told("long", "Migrated", "lost its worker");
     site.back(killed);
 
     // A router: its streams end, cut or not, never with a false end; the Service goes on with the other.
@@ -130,12 +131,8 @@ async fn a_node_is_drained(site: &Site, text: &str) {
         all.all(|r| r["spec"]["nodeName"] != serving.as_str() || r["spec"]["hold"] != "Host")
     };
     site.until("nothing in the node's memory", &["mr", "-n", "default"], elsewhere);
-    let told = |list: &Value| {
-        let about = |event: &&Value| event["involvedObject"]["name"] == "long";
-        let said: Vec<&Value> = list["items"].as_array().unwrap().iter().filter(about).collect();
-        ["DrainStarted", "Migrated"].iter().all(|reason| said.iter().any(|event| event["reason"] == *reason))
-    };
-    site.until("events of the drain", &["events", "-n", "default"], told);
+    site.told("long", "DrainStarted", &serving);
+    site.told("long", "Migrated", "was moved");
     admin.ok(&["uncordon", &serving]);
     site.ready("router", 2);
     site.ready("operator", 2);

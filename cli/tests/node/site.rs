@@ -266,10 +266,10 @@ impl Site {
         Ok((text.to_owned(), told))
     }
 
-    /// Begins a long streamed completion; returns when its first words are there. The whole text comes later, or what
+    /// Begins a streamed completion that goes on for many seconds; returns when its first words are there. The whole text comes later, or what
     /// became of it.
     pub async fn stream(&self, to: SocketAddr, model: &str) -> JoinHandle<Result<String, String>> {
-        let request = json!({ "model": model, "prompt": "ROMEO:", "max_tokens": 2_500, "temperature": 0,
+        let request = json!({ "model": model, "prompt": "ROMEO:", "max_tokens": 6_000, "temperature": 0,
                               "ignore_eos": true, "stream": true });
         let answer = self.send(to, "/v1/completions", &request).await.unwrap();
         let status = answer.status();
@@ -297,6 +297,17 @@ impl Site {
                 .map(|chunk| chunk["choices"][0]["text"].as_str().unwrap_or_default().to_owned())
                 .collect())
         })
+    }
+
+    /// Waits until an event about a Model says so: what is tried here did happen while a stream was open.
+    pub fn told(&self, model: &str, reason: &str, words: &str) {
+        self.until(&format!("{reason}: {words}"), &["events", "-n", "default"], |list| {
+            list["items"].as_array().unwrap().iter().any(|event| {
+                event["involvedObject"]["name"] == model
+                    && event["reason"] == reason
+                    && event["message"].as_str().unwrap_or_default().contains(words)
+            })
+        });
     }
 
     /// Where a Model is served.
