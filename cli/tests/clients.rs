@@ -156,7 +156,7 @@ async fn curl_is_served() {
         return;
     }
     let up = open_to_all();
-    let body = json!({ "model": "demo", "prompt": "ROMEO:", "max_tokens": 8 });
+    let body = json!({ "model": "demo", "prompt": "ROMEO:", "max_tokens": 8, "temperature": 0 });
     for prefix in ["/v1", "/openai/v1"] {
         let address = format!("{}{prefix}/completions", up.url);
         let answer: Value =
