@@ -389,7 +389,7 @@ impl Index {
         if changed { self.view.models_on(&name).cloned().collect() } else { Touched::new() }
     }
 
-    /// `gone` are digests and sources.
+    /// `gone` are digests.
     fn note_evicted(&mut self, node: &NodeName, gone: &HashSet<String>) {
         if gone.is_empty() {
             return;
